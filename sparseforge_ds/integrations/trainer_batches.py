@@ -18,6 +18,7 @@ from sparseforge_ds.config import BlockStartConfig
 from sparseforge_ds.data.micro_batch import IGNORED, MicroBatch
 from sparseforge_ds.model.distill import next_labels
 from sparseforge_ds.model.task_head import TaskHead, task_head
+from sparseforge_ds.train.launcher import rank_from_launcher
 from sparseforge_ds.train.objective import Objective
 from sparseforge_ds.zero.extra_passes import Closure
 
@@ -138,7 +139,7 @@ class LabelWatch:
         )
         if self._empty_steps == _MOST_EMPTY_STEPS:
             raise ValueError(f"nothing is trained on in the first {self._empty_steps} steps, {cause}")
-        if self._empty_steps == 1:
+        if self._empty_steps == 1 and not rank_from_launcher():
             _LOG.warning("nothing is trained on in the first step, %s", cause)
 
 

@@ -23,6 +23,7 @@ from sparseforge_ds.model.low_rank import would_lose
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.model.task_head import TaskHead, check_same_classes, is_classification, require_task_head, task_head
 from sparseforge_ds.model.tokenizer import check_same_tokens, tokenizer_folder
+from sparseforge_ds.train.launcher import rank_from_launcher
 
 _LOG = logging.getLogger(__name__)
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "_attn_implementation")
@@ -159,7 +160,8 @@ def intact_checkpoint(resume: str | Path | bool | None, output: str | Path) -> s
             return last
         if (newest := newest_trainer_checkpoint(Path(output))) is None:
             raise ValueError(f"resume_from_checkpoint True: {last} is not whole, and no other one in {output} is")
-        _LOG.warning("%s is not whole, as when a save was interrupted; training goes on from %s", last, newest)
+        if not rank_from_launcher():
+            _LOG.warning("%s is not whole, as when a save was interrupted; training goes on from %s", last, newest)
         return str(newest)
     if resume is None or isinstance(resume, bool) or is_complete_trainer_checkpoint(Path(resume)):
         return resume

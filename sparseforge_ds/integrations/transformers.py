@@ -150,7 +150,7 @@ class SparseForgeMixin(SavingMixin):
         self._require_finite()
         if self.state.global_step >= self.state.max_steps:
             self.forge.finish()
-        elif not self._frozen:
+        elif not self._frozen and self.accelerator.is_main_process:
             _LOG.warning(
                 "training was stopped at step %d of %d, before masks are frozen at step %d: the weights are not sparse "
                 "yet; `sparseforge consolidate` of a checkpoint projects them as they are",
