@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,7 +43,7 @@ class AxisSums:
         end = 0
         for name, rows in matrices.rows.items():
             columns = shards[name].shape[-1]
-            height = self._size(name) // columns
+            height = self.matrices.size(name) // columns
             for _ in rows:
                 self.bounds.append((end, end + height, end + height + columns))
                 extents.append((height, columns))
@@ -71,10 +70,6 @@ class AxisSums:
         """Return the factors of every matrix, see `shares`, on `device`."""
         return Factors(shares(self.values, self.extents).to(device), self.bounds)
 
-    def _size(self, name: str) -> int:
-        """Count the elements of one of the weight's matrices."""
-        return math.prod(self.shards[name].shape) // len(self.matrices.rows[name])
-
     def to(self, device: torch.device) -> AxisSums:
         """Move the numbers."""
         self.values = self.values.to(device)
@@ -93,7 +88,8 @@ class AxisSums:
 
     def first(self, name: str, part: MatrixSlice) -> int:
         """Return the index, in its matrix, of the first element of a slice of a shard."""
-        return self.shards[name].start + part.start - (part.row - self.matrices.rows[name].start) * self._size(name)
+        number = part.row - self.matrices.rows[name].start
+        return self.shards[name].start + part.start - number * self.matrices.size(name)
 
     def add_shards(self, values: Callable[[Shard], Tensor]) -> None:
         """Add the sums of `values`, (numel of the shard,), over the shards of all ranks. Collective, one reduction."""

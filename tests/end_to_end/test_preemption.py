@@ -270,7 +270,7 @@ def test_in_a_start_all_ranks_end_with_the_command_that_started_them(tmp_path):
 @pytest.mark.parametrize("command", [deepspeed, torchrun])
 def test_while_ranks_import_they_end_with_the_command_that_started_them(command, tmp_path):
     """It is killed before they could look who it is."""
-    write_text(tmp_path / "text.jsonl", documents=40_000)
+    write_text(tmp_path / "text.jsonl")
     with launched(command(), *flags_of(tmp_path, deepspeed_json(batch=4))) as process:
         until(process, lambda: len(with_rank(process)) == 2)
         everybody = descendants(process.pid)
