@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-ALLOWED = {"attach": 1, "start": 10, "first": 0, "ordinary": 0, "update": 2, "projection": 2}
+ALLOWED = {"attach": 1, "start": 10, "first": 0, "ordinary": 0, "update": 2, "probed update": 3, "projection": 2}
 """Values that the host may wait for, by moment of a run. `start` chooses a first mask; `update` moves masks or reports
-on them; `first` and `ordinary` are steps that do neither."""
-OFFLOADED = {**ALLOWED, "attach": 3, "start": 20, "update": 4}
+on them; a probed one also asks whether its passes were finite; `first` and `ordinary` are steps that do neither."""
+OFFLOADED = {**ALLOWED, "attach": 3, "start": 20, "update": 4, "probed update": 5}
 """Limits with shards on the host: factors and scalings come down from the device as well, each in one copy."""
 EXCHANGE = "zero/halo.py:exchange (copy to the host)"
 """Copy of the missing members of cut groups: with shards on the host every exchange ends in one."""
@@ -123,7 +123,6 @@ CASES: dict[str, Case] = {
 EXCEEDS: dict[str, str] = {
     "ours, elements, offload": "a refresh copies the squares of each layer and pass to the host, where their mean lies",
     "cast, offload": "the fold copies the factors of every layer to the host, once in a run",
-    "ours, fp16, probe": "an update waits 3 times: besides, ExtraPasses.usable asks whether the passes overflowed",
     **dict.fromkeys(
         ("naive_retrain, sparsegpt", "naive_retrain, sparsegpt, offload"),
         "a block-wise start counts the tokens of its batches and compares their arguments, once in a run",

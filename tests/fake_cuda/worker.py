@@ -92,7 +92,8 @@ def _run(
         with counter.phase() as cost:
             updated = forge.step(probe=loss)
         frozen = updated and step == config.resolved_schedule.freeze_step
-        moment = "projection" if frozen else "update" if updated else "first" if step == 1 else "ordinary"
+        update = "probed update" if forge.needs_probe else "update"
+        moment = "projection" if frozen else update if updated else "first" if step == 1 else "ordinary"
         note("first" if step == 1 else "ordinary", stepped)
         note("ordinary", passed, ours=True)
         note(moment, cost, ours=True)
