@@ -66,7 +66,9 @@ def read_deepspeed_json(path: str) -> dict[str, Any]:
 def _checked(content: dict[str, Any], name: str) -> dict[str, Any]:
     """Check a configuration whose name in messages is `name`, and return it with today's spelling of its keys."""
     if "bfloat16" in content:  # DeepSpeed's other spelling
-        content.setdefault("bf16", content.pop("bfloat16"))
+        if "bf16" in content:
+            raise ValueError(f"{name}: bf16 and bfloat16 are two spellings of one key; leave one of them out")
+        content["bf16"] = content.pop("bfloat16")
     try:
         check_deepspeed(content)
     except ValueError as error:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.utils.logging import log_levels
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
@@ -88,6 +89,12 @@ def check_keys(content: Mapping[str, Any]) -> None:
     clipping = content.get("gradient_clipping", 0)
     if clipping != "auto" and clipping < 0:
         raise ValueError(f"gradient_clipping = {clipping} is not valid: use a number >= 0; 0 clips nothing")
+    every = content.get("steps_per_print", 1)
+    if every != "auto" and every < 1:
+        raise ValueError(f"steps_per_print = {every} is not valid: use an integer >= 1, or leave it out")
+    level = content.get("log_level", "auto")
+    if level != "auto" and level.lower() not in log_levels:
+        raise ValueError(f"log_level = {json.dumps(level)} is not valid: use one of {', '.join(log_levels)}")
     # 3. Keys of sections.
     for section, known in _PLAIN.items():
         for key in content.get(section, {}):

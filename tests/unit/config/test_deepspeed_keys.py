@@ -70,6 +70,8 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
     ("gradient_clipping", None, ["gradient_clipping = null"]),
     ("gradient_clipping", -1, ["use a number >= 0"]),
     ("steps_per_print", 1.5, ["steps_per_print = 1.5: expected an integer"]),
+    ("steps_per_print", 0, ["steps_per_print = 0 is not valid: use an integer >= 1, or leave it out"]),
+    ("log_level", "foo", ['log_level = "foo" is not valid: use one of debug, info, warning, error, critical']),
     ("prescale_gradients", "no", ["expected true or false"]),
     ("communication_data_type", "fp99", ["fp99"]),
     ("gradient_allreduce_op", "sum", ["not supported with ZeRO stage 3"]),
@@ -178,6 +180,7 @@ def test_two_precisions_are_refused_and_fp16_without_zero(tmp_path: Path) -> Non
     pair = {**deepspeed_json(), "bf16": {"enabled": True}, "fp16": {"enabled": True}}
     for content, words in (
         (pair, "both enabled"),
+        ({**pair, "bfloat16": {"enabled": False}}, "bf16 and bfloat16 are two spellings of one key; leave one of them"),
         ({**deepspeed_json(stage=0), "fp16": {"enabled": True}}, 'fp16 at ZeRO stage 0: .*"loss_scale": 1'),
         ({**deepspeed_json(stage=0), "data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype = .*use stage 1"),
     ):
@@ -196,6 +199,7 @@ def test_two_precisions_are_refused_and_fp16_without_zero(tmp_path: Path) -> Non
         ("optimizer", {"type": "ADAMW", "params": {"lr": "auto", "torch_adam": True, "adam_w_mode": True}}),
         ("optimizer", {"type": "Adam", "params": {"lr": 1e-3, "bias_correction": True}}),
         ("steps_per_print", 1e9),
+        ("log_level", "INFO"),
         ("tensorboard", {"enabled": False}),
         ("wandb", {"enabled": False}),
         ("fp16", {"enabled": "auto"}),
