@@ -35,7 +35,7 @@ def with_batch(
             changed["train_batch_size"] = "auto"
         elif micro_batch is None:
             changed["train_micro_batch_size_per_gpu"] = "auto"
-    elif (global_batch, micro_batch) != (None, None) and changed.get("train_batch_size", "auto") != "auto":
+    elif (global_batch, micro_batch) != (None, None) and all(changed.get(name, "auto") != "auto" for name in BATCH[:2]):
         changed["gradient_accumulation_steps"] = "auto"  # it follows from the other two
     return changed
 

@@ -101,6 +101,7 @@ def test_an_impossible_batch_size_is_refused(value):
         ((8, "auto", "auto"), (64, 2), (64, 2, 4)),
         ((8, 1, 1), (None, 1), (8, 1, 1)),
         ((8, 2, 4), (64, None), (64, 2, 4)),
+        (("auto", "auto", 4), (64, None), (64, 2, 4)),
         ((16, 2, 4), (16, None), (16, 2, 1)),  # as the JSON has it, on other ranks
         ((8, 8, 1), (8, 1), (8, 1, 1)),
         (("auto", 2, 3), (None, 4), (96, 4, 3)),
