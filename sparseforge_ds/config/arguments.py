@@ -339,7 +339,7 @@ class RunArguments:
             (
                 "lr_scheduler_kwargs",
                 self.lr_scheduler_kwargs is None or _is_object(self.lr_scheduler_kwargs),
-                """use a JSON object, like '{"num_decay_steps": 200}'""",
+                """use a JSON object with finite numbers, like '{"num_decay_steps": 200}'""",
             ),
             (
                 "lr_scheduler_kwargs",
@@ -394,11 +394,13 @@ def flags(arguments: RunArguments) -> dict[str, object]:
 
 
 def _is_object(text: str) -> bool:
-    """Return True if a text is a JSON object."""
+    """Return True if a text is a JSON object, with finite numbers."""
     try:
-        return isinstance(json.loads(text), dict)
-    except json.JSONDecodeError:
+        content = json.loads(text)
+        json.dumps(content, allow_nan=False)
+    except (ValueError, RecursionError):
         return False
+    return isinstance(content, dict)
 
 
 def _require(condition: bool, flag: str, value: object, cure: str) -> None:

@@ -91,6 +91,8 @@ class LearningRate:
             raise ValueError(f"{flags}: transformers says {error}; correct its settings{example}") from None
         # All phases must fit into the run, and every rate between 0 and the peak.
         decay = self._settings.get("num_decay_steps", 0)
+        if decay < 0:
+            raise ValueError(f"{flags}: num_decay_steps is {decay}; use an integer >= 0")
         if self.warmup_steps + decay > self.max_steps:
             raise ValueError(
                 f"{flags}: {self.warmup_steps} steps of warm-up and {decay} of decay are more than the run's "

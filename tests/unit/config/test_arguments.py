@@ -231,6 +231,10 @@ def test_other_data_is_accepted_only_when_resuming():
         ("warmup", "0.1 --lr_scheduler_type constant", "use constant_with_warmup"),
         ("lr_scheduler_kwargs", "[1] --lr_scheduler_type linear", "use a JSON object"),
         ("lr_scheduler_kwargs", "{ --lr_scheduler_type linear", "use a JSON object"),
+        *(
+            ("lr_scheduler_kwargs", f'{{"num_cycles":{number}}} --lr_scheduler_type linear', "finite numbers, like")
+            for number in ("NaN", "[-Infinity]", "1e400")
+        ),
         ("lr_scheduler_kwargs", "{}", "--lr_scheduler_type cosine takes none"),
         ("lr_scheduler_kwargs", "{} --lr_scheduler_type constant", "--lr_scheduler_type constant takes none"),
         ("lr_scheduler_kwargs", "{} --lr_scheduler_type constant_with_warmup", "takes none; leave it out"),

@@ -101,6 +101,7 @@ def test_a_schedule_says_what_it_is_and_what_is_wrong_with_it():
             '{"num_decay_steps": 95}',
             "10 steps of warm-up and 95 of decay are more than the run's 100",
         ),
+        ("warmup_stable_decay", '{"num_decay_steps": -5}', "num_decay_steps is -5; use an integer >= 0"),
         ("warmup_stable_decay", '{"num_decay_steps": "x"}', "correct its settings"),
         ("linear", '{"last_epoch": 5}', "correct its settings"),
         ("linear", '{"num_cycles": 2}', "unexpected keyword argument 'num_cycles'"),
