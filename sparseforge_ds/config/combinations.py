@@ -75,10 +75,11 @@ def check_quantization_start(config: SparseForgeConfig) -> None:
     """Raise ValueError if weights are to be quantized when masks freeze, and masks freeze with the last step."""
     settings = config.quantize
     if settings is not None and settings.from_ == "freeze" and 0 < config.max_steps <= config.quantize_step:
+        earlier = "a larger method.frozen" if config.soft is None else "an earlier end of method.hardening"
         raise ValueError(
             f'sparseforge.quantize.from = "freeze": masks of method "{config.method.name}" freeze with the last step, '
-            f"{config.max_steps}, so that no step would train quantized weights; use a fraction of max_steps, or a "
-            "larger method.frozen"
+            f"{config.max_steps}, so that no step would train quantized weights; use a fraction of max_steps, or "
+            f"{earlier}"
         )
 
 

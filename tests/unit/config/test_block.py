@@ -46,6 +46,9 @@ def test_a_run_that_would_train_no_quantized_weights_is_refused():
     message = 'sparseforge.quantize.from = "freeze": masks of method "sr_ste" freeze with the last step, 100'
     with pytest.raises(ValueError, match=re.escape(message)):
         build(method="sr_ste", max_steps=100, quantize={}).check_length()
+    for method, key in (("sr_ste", "a larger method.frozen"), ({"hardening": [0, 1]}, "an earlier end of method.h")):
+        with pytest.raises(ValueError, match=f"use a fraction of max_steps, or {key}"):
+            build(method=method, max_steps=100, quantize={}).check_length()
     build(method="sr_ste", max_steps=100, quantize={"from": 0.5}).check_length()
     build(method={"name": "sr_ste", "frozen": 0.2}, max_steps=100, quantize={}).check_length()
 
