@@ -58,7 +58,7 @@ def find_text(dataset: Sequence[str], options: TextOptions = DEFAULTS, held_out:
             f"--dataset {without_share[0]}: has no share, others have; give all or none, like {without_share[0]}=0.3 "
             "(without any, all have the same)"
         )
-    parts = integer_shares(names, [Fraction(1) if share is None else share for _, share in pairs])
+    parts = integer_shares(dataset, [Fraction(1) if share is None else share for _, share in pairs])
     # 2. The files of every source, none of them twice.
     sources = tuple(find_source(name, options) for name in names)
     owners: dict[Path, str] = {}

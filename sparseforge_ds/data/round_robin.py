@@ -16,8 +16,12 @@ _ROUND = 2**16
 """Largest number of windows in a round, about. Shares with many digits are rounded to one in so many."""
 
 
-def integer_shares(names: Sequence[str], shares: Sequence[Fraction]) -> tuple[int, ...]:
+def integer_shares(values: Sequence[str], shares: Sequence[Fraction]) -> tuple[int, ...]:
     """Return the smallest whole numbers with the ratios of `shares`, or the nearest that add up to about 65,536.
+
+    Args:
+        values: values of `--dataset`, for the error.
+        shares: shares in them.
 
     Raises:
         ValueError: a source would get nothing.
@@ -28,11 +32,8 @@ def integer_shares(names: Sequence[str], shares: Sequence[Fraction]) -> tuple[in
     if sum(integers) > _ROUND:
         integers = [round(Fraction(integer, sum(integers)) * _ROUND) for integer in integers]
     if 0 in integers:
-        i = integers.index(0)
-        raise ValueError(
-            f"--dataset {names[i]}={float(shares[i]):g}: less than one in {_ROUND:,} of all tokens; leave it out or "
-            "give it more"
-        )
+        value = values[integers.index(0)]
+        raise ValueError(f"--dataset {value}: less than one in {_ROUND:,} of all tokens; leave it out or give it more")
     return tuple(integers)
 
 

@@ -61,8 +61,8 @@ def test_many_digits_are_rounded_to_a_share_of_65536():
     for part, share in zip(parts, shares, strict=True):
         assert abs(part / sum(parts) - float(share / sum(shares))) < 1 / 65536
     assert integer_shares(["a", "b"], [Fraction(1), Fraction(65535)]) == (1, 65535)
-    with pytest.raises(ValueError, match=r"--dataset b=1e-09: less than one in 65,536 of all tokens; leave it out"):
-        integer_shares(["a", "b"], [Fraction(1), Fraction("1e-9")])
+    with pytest.raises(ValueError, match=r"--dataset b=1e-9: less than one in 65,536 of all tokens; leave it out"):
+        integer_shares(["a=1", "b=1e-9"], [Fraction(1), Fraction("1e-9")])
 
 
 def test_dividing_needs_plain_text(folder):
@@ -169,6 +169,7 @@ def test_nothing_is_read_but_the_beginning(folder, name, line, between):
         (["a.jsonl=", "b.jsonl=1"], "'' is no share"),
         (["a.jsonl=1/0", "b.jsonl=1"], "'1/0' is no share"),
         (["=0.5", "b.jsonl=1"], "no share"),
+        (["a.jsonl=1e800", "b.jsonl=1e400"], "--dataset b.jsonl=1e400: less than one in 65,536 of all tokens"),
         (["a.jsonl=0.7", "b.jsonl"], "--dataset b.jsonl: has no share, others have; give all or none"),
         (["a.jsonl=0.7", "b.jsonl=0.1", "a.jsonl=0.2"], "--dataset a.jsonl: is named 2 times"),
         (["a.jsonl=0.7", "./a.jsonl=0.2"], r"--dataset a.jsonl and ./a.jsonl: both read /.*/a.jsonl; name it once"),
