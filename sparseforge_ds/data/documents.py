@@ -70,6 +70,8 @@ class Conversation:
         text = self.render(tokenizer)
         if self.prompt is None:
             return text, self._assistant_spans(tokenizer, text)
+        if self.prompt == len(self.messages):  # no completion
+            return text, []
         # Without a prompt, all of it is the completion; templates refuse to render no message.
         messages = self.messages[: self.prompt]
         prompt = self._render(tokenizer, messages, add_generation_prompt=True) if messages else ""

@@ -117,9 +117,11 @@ def test_the_assistants_turns_are_trained_on():
 def test_a_conversation_with_a_completion_needs_no_marks():
     record = {"prompt": CHAT[:3], "completion": CHAT[1:2]}
     assert trained_text(record, tokenizer_with(PLAIN)) == "." * len("ua|abc|ud|a") + "bc|"
-    for missing in ([], None):  # all of it is the completion
+    for missing in ([], None):  # all of it is the completion, or nothing
         without = {"prompt": missing, "completion": CHAT[1:2]}
         assert trained_text(without, tokenizer_with("{{ messages[0].content[:0] }}" + PLAIN)) == "abc|"
+        unanswered = {"prompt": CHAT[:3], "completion": missing}
+        assert trained_text(unanswered, tokenizer_with(PLAIN)) == "." * len("ua|abc|ud|")
     counted = "{{ messages | length }}" + PLAIN
     with pytest.raises(ValueError, match="line 1: the chat template of .* renders the prompt differently"):
         trained_text(record, tokenizer_with(counted))
