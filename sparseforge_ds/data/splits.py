@@ -257,6 +257,7 @@ def read_card_patterns(card: Path, who: str) -> list[tuple[str, str]]:
     import yaml
     from datasets.data_files import sanitize_patterns
     from datasets.utils.metadata import MetadataConfigs
+    from fsspec.utils import glob_translate
     from huggingface_hub import DatasetCard
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
@@ -278,6 +279,7 @@ def read_card_patterns(card: Path, who: str) -> list[tuple[str, str]]:
                 stars = [part.count("*") for part in below.split("/")]
                 if below.startswith(("/", "~", "..")) or max(stars) > _MOST_STARS or sum(stars) > 3 * _MOST_STARS:
                     raise ValueError(f"it names {below[:100]!r}, outside of the folder or with too many *")
+                glob_translate(below)  # raises: ** is a component of its own
                 pairs.append((split, below))
     except (*_DAMAGED, yaml.YAMLError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(

@@ -35,6 +35,8 @@ KINDS = f"{', '.join(_LINES)} (each also with {', '.join(_COMPRESSED)}), {', '.j
 PIECE_CHARACTERS = 2**18
 """Characters that are read at a time. They are few, since the first record of every file of a folder is checked."""
 _SPACE = re.compile(r"\s*")
+_LONGEST_WORD = len("-Infinity")
+"""Most characters before the end of a text at which an error of JSON may be due to the end: at a word of it."""
 LARGEST_DOCUMENT = 2**24
 """Most bytes of a .txt file that is one document, and most characters of a record. A document is tokenized at once,
 with up to 160 times as much memory: 2.6 GB."""
@@ -311,11 +313,14 @@ def _records_of_array(file: str) -> Iterator[Any]:
                     at = end
                     expected = ",]"
                     continue
-            # 3. More of the file.
+            # 3. More of the file. It completes a string, but mends no mistake before the last word of the text.
+            if len(text) - at > LARGEST_DOCUMENT:
+                is_cut = not isinstance(why, json.JSONDecodeError) or why.pos >= len(text) - _LONGEST_WORD
+                if not is_cut and "Unterminated string" not in str(why):
+                    raise _no_array(file, number, why)
+                raise _too_long(f"{file}, record {number}")
             text = text[at:]
             at = 0
-            if len(text) > LARGEST_DOCUMENT:
-                raise _too_long(f"{file}, record {number}")
             piece = content.read(max(PIECE_CHARACTERS, len(text)))
             if not piece:
                 raise _no_array(file, number, why)

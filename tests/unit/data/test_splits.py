@@ -121,7 +121,7 @@ DAMAGED = (
     *("configs: [5]", "configs: 5", "configs: [{data_files: 'a.jsonl'}]", "configs: " + "[" * 3000),
     *(
         f"configs: [{{config_name: a, data_files: '{odd}'}}]"
-        for odd in ("/**", "../**", "~/**", "a/../../*", "*a" * 99)
+        for odd in ("/**", "../**", "~/**", "data**/*.jsonl", "a/../../*", "*a" * 99)
     ),
     *(f"configs: [{{config_name: a, data_files: '*', data_dir: {odd}}}]" for odd in ("5", "/", "..", "[a]")),
     "x: " + "y" * 2**20,

@@ -200,6 +200,7 @@ FIRST = json.dumps({"text": "a"})
 TOO_LONG = {
     "a.jsonl": (f"{FIRST}\n{RECORD}\n", "a.jsonl, line 2: has more than 16,777,216 characters"),
     "a.json": (f"[{FIRST}, {RECORD}]", "a.json, record 2: has more than 16,777,216 characters"),
+    "b.json": (f"[{FIRST}, {{'text': {RECORD}}}]", r"b.json: not a JSON array \(record 2: Expecting property name"),
     "a.jsonl.gz": (f"{FIRST}\n{RECORD}{LONG * 8}", "a.jsonl.gz, line 2: has more than"),
     "a.json.gz": (f"[{FIRST}, {RECORD}{LONG * 8}", "a.json.gz, record 2: has more than"),
     "a.txt.gz": (f"a\n{LONG[1:]}\n" * 8, "a.txt.gz: is one document of more than 16,777,216 bytes"),
