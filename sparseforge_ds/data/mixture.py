@@ -8,6 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from sparseforge_ds.config.arguments import EMBEDDED_TEXT
+from sparseforge_ds.config.given_path import path_exists
 from sparseforge_ds.data.hub_text import HubText
 from sparseforge_ds.data.round_robin import integer_shares
 from sparseforge_ds.data.splits import find_files, split_named_in
@@ -138,7 +139,7 @@ def find_source(dataset: str, options: TextOptions = DEFAULTS) -> TextSource:
     if not dataset.removeprefix(STREAM):
         raise ValueError(f"--dataset {dataset!r}: names no text; give a path, a hub id or {EMBEDDED_TEXT}")
     path = Path(dataset.removeprefix(STREAM))
-    if path.exists():
+    if path_exists(path, f"--dataset {dataset}"):
         source = LocalText(dataset, find_files(path, options.split), options, dataset.startswith(STREAM))
         # A .txt file is read by lines here, since its first line is enough.
         lines = replace(source, options=replace(options, sample_by="line"))
@@ -177,7 +178,7 @@ def source_and_share(value: str) -> tuple[str, Fraction | None]:
     A path that exists under the whole value has no share: folders may be called date=2024.
     """
     name, sign, share = value.rpartition("=")
-    if not sign or Path(value.removeprefix(STREAM)).exists():
+    if not sign or path_exists(value.removeprefix(STREAM), f"--dataset {value}"):
         return value, None
     try:
         number = Fraction(share)

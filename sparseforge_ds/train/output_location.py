@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sparseforge_ds.checkpoint.folder import OWN_FOLDERS
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL, EMBEDDED_TEXT, HELD_OUT_TEXT, RunArguments
+from sparseforge_ds.config.given_path import path_exists
 from sparseforge_ds.data.mixture import STREAM
 
 
@@ -14,12 +15,14 @@ def check_output_location(arguments: RunArguments) -> None:
     """Reject an `--output_dir` that is no folder, or that overlaps with files that the run reads; writes nothing.
 
     Raises:
-        ValueError: it is a file or below one, or it and the model, the teacher or text lie in one another.
+        ValueError: it is a file or below one, it and the model, the teacher or text lie in one another, or one of them
+            cannot be looked at.
     """
     # Nothing on the path may be a file.
     name = arguments.output_dir
+    who = f"--output_dir {name}"
     output = Path(name).absolute()
-    file = next((path for path in (output, *output.parents) if path.exists() and not path.is_dir()), None)
+    file = next((path for path in (output, *output.parents) if path_exists(path, who) and not path.is_dir()), None)
     if file is not None:
         subject = "it" if file == output else str(file)
         raise ValueError(f"--output_dir {name}: {subject} is a file, not a folder; give a folder for the run")
@@ -53,5 +56,5 @@ def _inputs(arguments: RunArguments) -> Iterator[tuple[str, str, Path]]:
     if (held_out := arguments.eval_dataset) is not None and held_out not in (EMBEDDED_TEXT, HELD_OUT_TEXT):
         inputs.append(("--eval_dataset", held_out, held_out.removeprefix(STREAM)))
     for flag, value, name in inputs:
-        if name and Path(name).exists():
+        if name and path_exists(name, f"{flag} {value}"):
             yield flag, value, Path(name).resolve()

@@ -35,6 +35,13 @@ def test_a_file_wins_and_a_folder_does_not(tmp_path: Path, monkeypatch: pytest.M
     assert configuration_file("zero3") == Path("zero3")
 
 
+def test_a_path_that_cannot_be_looked_at_is_one_error() -> None:
+    with pytest.raises(
+        ValueError, match=r"^x{200}: cannot be looked at \(File name too long\); check its name and its"
+    ):
+        configuration_file("x" * 300)
+
+
 @pytest.mark.parametrize("wrong", ["zero4", "zero4.json", "ds_configs/zero3.json", "/zero3", "./zero3"])
 def test_an_unknown_name_lists_those_that_there_are(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -176,6 +176,8 @@ def test_nothing_is_read_but_the_beginning(folder, name, line, between):
         (["stream:.=0.7", "b.jsonl=0.2"], r"--dataset stream:. and b.jsonl: both read /.*/b.jsonl; name it once"),
         (["a.jsonl=0.7", "none.jsonl=0.3"], "--dataset none.jsonl: no such file"),
         (["stream:"], "--dataset 'stream:': names no text"),
+        (["x" * 300], r"^--dataset x{190}: cannot be looked at \(File name too long\); check its name and its perm"),
+        (["stream:a=" + "x" * 300, "b.jsonl=1"], r"^--dataset stream:a=x{181}: cannot be looked at"),
         (["stream:=0.5", "b.jsonl=1"], "--dataset 'stream:': names no text"),
     ],
 )
