@@ -219,8 +219,6 @@ def _check_teacher_logits(arguments: RunArguments, config: SparseForgeConfig) ->
             "they were made with attention across documents, and --document_attention is set; leave that out, or give "
             "--teacher"
         )
-    elif (stream := next((name for name in arguments.dataset if name.startswith(STREAM)), None)) is not None:
-        problem = f"--dataset {stream} is a stream, whose windows have no numbers; give files, without {STREAM}"
     elif not Path(arguments.teacher_logits or "").is_dir():
         problem = "no such folder; make it by sparseforge teach"
     else:
@@ -382,12 +380,18 @@ def find_texts(arguments: RunArguments, model: Pretrained) -> tuple[Mixture, Tex
     """Return the text to train on, and that of `--eval_dataset`, if any.
 
     Raises:
-        ValueError: one cannot be found, used or told apart into prompts and completions, or its files are empty.
+        ValueError: one cannot be found, used or told apart into prompts and completions, its files are empty, or it is
+            a stream and has stored logits.
     """
     held_out = find_held_out(arguments)
     text = find_text(arguments.dataset, TextOptions.from_arguments(arguments), held_out)
     for source in text.sources:
         _check_not_empty("--dataset", source)
+        if source.streamed and arguments.teacher_logits is not None:
+            raise ValueError(
+                f"--teacher_logits {arguments.teacher_logits}: --dataset {source.name} is a stream, whose windows have "
+                f"no numbers; give files of this machine, without {STREAM}"
+            )
     if held_out is not None:
         _check_not_empty("--eval_dataset", held_out)
     # A dry run of a model on the hub has no tokenizer to try.

@@ -170,6 +170,7 @@ def test_other_texts_and_settings_are_refused_before_training(written: Path) -> 
         ("its --seq_length is 32, and this run's 16; use the same", {"seq_length": 16}),
         ("its distillation.temperature is 2, and this run's 1", {"block": {"distillation": {"temperature": 1.0}}}),
         ("is a stream, whose windows have no numbers", {"dataset": [f"stream:{written / 'text.jsonl'}"]}),
+        ("--dataset owner/name is a stream, whose windows have no numbers", {"dataset": ["owner/name"]}),
         ("--teacher .*model would be another teacher", {"teacher": str(written / "model")}),
         ("the sparseforge block says distillation null", {"block": {"distillation": None}}),
         (
