@@ -7,6 +7,7 @@ import math
 
 from sparseforge_ds.checkpoint.folder import checkpoint_step, list_checkpoints, read_json_object
 from sparseforge_ds.config.run_state import RunState
+from sparseforge_ds.config.strict import MOST
 from sparseforge_ds.data.token_cache import ensure_token_cache
 from sparseforge_ds.train.run_folder import check_beginning
 from sparseforge_ds.train.spec import RunSpec
@@ -16,8 +17,8 @@ def steps_of_epochs(spec: RunSpec) -> int:
     """Return the steps in which a run reads its text `--epochs` times; tokenizes the text. Rank 0 only.
 
     Raises:
-        ValueError: the text has no end that is known now, several sources with an end each, or cannot be read; or the
-            folder holds another run, or none to resume.
+        ValueError: the text has no end that is known now, several sources with an end each, or cannot be read; the
+            folder holds another run, or none to resume; or there are more steps than a run may have.
         OSError: the disk is full.
     """
     # Only a single text of known length can be read a number of times.
@@ -38,7 +39,14 @@ def steps_of_epochs(spec: RunSpec) -> int:
         check_beginning(dataclasses.replace(spec, arguments=arguments))
     packed = ensure_token_cache(sources[0], spec.model.tokenizer, spec.folder / "data", spec.arguments.document_frame)
     windows = packed.tokens // spec.arguments.seq_length
-    return max(1, math.ceil(epochs * windows / int(spec.deepspeed["train_batch_size"])))
+    batch = int(spec.deepspeed["train_batch_size"])
+    steps = epochs * windows / batch
+    if steps > MOST:
+        raise ValueError(
+            f"--epochs {epochs:g}: reading {windows:,} sequences so often, {batch} at a time, is more than {MOST:,} "
+            f"steps; give at most {MOST * batch // windows:,}"
+        )
+    return max(1, math.ceil(steps))
 
 
 def scheduled_steps_of_saved_run(spec: RunSpec) -> int | None:
