@@ -25,6 +25,8 @@ MUON_RATES = ("muon_lr", "adam_lr")
 _RATES = ("lr", *MUON_RATES)
 _NUMBERS = (*_RATES, "eps", "weight_decay", "momentum")
 """Parameters that must be numbers >= 0."""
+_BY_DEEPSPEED = ("muon", "onebitadam", "onebitlamb", "zerooneadam")
+"""Optimizers, in lower case, whose parameters are left to DeepSpeed."""
 _USE = 'use {"type": "AdamW", "params": {"lr": "auto"}}'
 
 
@@ -53,7 +55,7 @@ def check_optimizer(content: Mapping[str, Any]) -> None:
     stage = int(zero.get("stage", 0))
     offload = zero.get("offload_optimizer")
     on_host = isinstance(offload, dict) and offload.get("device", "none") != "none"
-    if name.lower() in ("muon", "onebitadam", "onebitlamb", "zerooneadam"):
+    if name.lower() in _BY_DEEPSPEED:
         return  # `zero.refuse` says why not
     kind = _optimizer_class(name, params, on_host)
     _check_names(name, kind, raw_params)
@@ -79,6 +81,16 @@ def check_optimizer(content: Mapping[str, Any]) -> None:
 def has_rates_of_muon(params: Mapping[str, Any]) -> bool:
     """Return True if both rates of Muon are given, so that nothing trains at `lr`."""
     return all(key in params for key in MUON_RATES)
+
+
+def default_params(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of parameters that a checked optimizer does not name; none where they are DeepSpeed's."""
+    name = optimizer["type"]
+    if name.lower() in _BY_DEEPSPEED:
+        return {}
+    parameters = inspect.signature(_optimizer_class(name, optimizer["params"], on_host=False)).parameters
+    defaults = {key: taken.default for key, taken in parameters.items() if taken.default is not taken.empty}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in defaults.items()}
 
 
 def has_weight_decay(name: str) -> bool:

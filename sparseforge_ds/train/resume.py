@@ -11,7 +11,7 @@ from sparseforge_ds.checkpoint.folder import random_file, read_json_object
 from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config.arguments import flags
-from sparseforge_ds.config.optimizer_settings import MUON_RATES
+from sparseforge_ds.config.optimizer_settings import MUON_RATES, default_params
 from sparseforge_ds.config.run_state import RunState, differences, shorten
 from sparseforge_ds.config.strict import convert
 from sparseforge_ds.data.batches import Batches
@@ -134,12 +134,13 @@ def _open(spec: RunSpec, manifest: Manifest) -> Checkpoint:
 def _check_optimizer(before: dict[str, Any], current: dict[str, Any]) -> None:
     """Reject changed numbers of the optimizer, whose old values a checkpoint brings back whatever the JSON says.
 
-    Learning rates may change: they are set at every step.
+    Learning rates may change: they are set at every step. A key that is left out has its default.
     """
     old_params, new_params = ((config.get("optimizer") or {}).get("params") or {} for config in (before, current))
+    defaults = default_params(current["optimizer"])
     for key in sorted((old_params.keys() | new_params.keys()) - {"lr", *MUON_RATES}):
-        old = old_params.get(key)
-        new = new_params.get(key)
+        old = old_params.get(key, defaults.get(key))
+        new = new_params.get(key, defaults.get(key))
         if old != new and not isinstance(old, (bool, str)) and not isinstance(new, (bool, str)):
             raise ValueError(
                 f"--resume: optimizer.params.{key} was {json.dumps(old)}, is {json.dumps(new)}: a run that goes on "

@@ -211,6 +211,8 @@ def bytes_of_checkpoints(spec: RunSpec) -> int:
     # A run that is resumed has some on disk already.
     saved = list_checkpoints(spec.folder / "checkpoints") if arguments.resume else []
     steps = spec.steps - (checkpoint_step(saved[-1]) if saved else 0)
+    if steps <= 0:  # it is complete
+        return 0
     count = -(-steps // arguments.save_every) if arguments.save_every else 1
     if arguments.save_every and spec.config.start is not None and not saved:
         count += 1  # the one at step 0 holds the result of the start
@@ -273,18 +275,20 @@ def _write_model(spec: RunSpec, folder: Path) -> None:
 
 def _check_same_run(spec: RunSpec) -> None:
     """Reject a run to resume that is not the one in the folder: ValueError names the first difference."""
-    # Both records of the run must be there.
+    # The records of the run must be there.
     record_file = spec.folder / "sparseforge.json"
     config_file = spec.folder / "ds_config.json"
-    for file in (record_file, config_file):
+    model_file = spec.folder / "model" / "config.json"
+    for file in (record_file, config_file, model_file):
+        name = file.relative_to(spec.folder)
         if not file.exists() and list_checkpoints(spec.folder / "checkpoints"):
             raise ValueError(
-                f"--resume: {spec.folder} has checkpoints, but no {file.name}, so it cannot be told whether they are "
+                f"--resume: {spec.folder} has checkpoints, but no {name}, so it cannot be told whether they are "
                 "this run's; bring the file back, or start in a new --output_dir"
             )
         if not file.exists():
             raise ValueError(
-                f"--resume: no run in {spec.folder} (no {file.name}); start it without --resume, or with --resume auto"
+                f"--resume: no run in {spec.folder} (no {name}); start it without --resume, or with --resume auto"
             )
     path = record_file
     try:
@@ -318,7 +322,7 @@ def _check_same_run(spec: RunSpec) -> None:
         )
 
     # Compare the model: its architecture, and the order and basis of its channels.
-    saved_model = read_json_object(spec.folder / "model" / "config.json")
+    saved_model = read_json_object(model_file)
     model = json.loads(spec.model.config.to_json_string())
     if changes := differences(_architecture(saved_model), _architecture(model), "config"):
         raise ValueError(

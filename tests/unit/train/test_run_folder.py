@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -43,8 +44,9 @@ def spec(tmp_path):
     model = tiny_folders.write_model(tmp_path / "model")
     text = tiny_folders.write_text(tmp_path / "text.jsonl")
 
-    def build(stage=3, world_size=2, block=None, **flags):
-        path = tiny_folders.write_json(tmp_path / "ds.json", tiny_folders.deepspeed_json(stage, **(block or {})))
+    def build(stage=3, world_size=2, block=None, content=None, **flags):
+        content = content or tiny_folders.deepspeed_json(stage, **(block or {}))
+        path = tiny_folders.write_json(tmp_path / "ds.json", content)
         arguments = {"model": str(model), "dataset": [str(text)], "seq_length": 32, "output_dir": str(tmp_path / "run")}
         return make_spec(RunArguments(deepspeed=str(path), **{**arguments, **flags}), world_size)
 
@@ -185,6 +187,16 @@ def test_resuming_a_run_without_a_checkpoint_begins_it_where_that_cannot_be_a_mi
         check_run_folder(spec(resume="auto"))  # checkpoints of something: never overwritten
 
 
+def test_more_epochs_than_a_run_may_have_steps_are_one_error(spec):
+    windows = 4 * steps_of_epochs(spec(epochs=1.0))
+    for epochs in (1e9, 1e308):
+        message = f"--epochs {epochs:g}: reading .* is more than 1,000,000,000 steps; give at most "
+        with pytest.raises(ValueError, match=re.escape(message).replace(re.escape(".*"), ".*")) as caught:
+            steps_of_epochs(spec(epochs=epochs))
+    most = int(str(caught.value).rpartition("at most ")[2].replace(",", ""))
+    assert most >= 4e9 // windows and steps_of_epochs(spec(epochs=float(most))) <= 10**9
+
+
 def test_a_model_with_another_config_is_not_resumed(spec, tmp_path):
     check_run_folder(spec())
     write_folder(spec())
@@ -195,6 +207,10 @@ def test_a_model_with_another_config_is_not_resumed(spec, tmp_path):
         check_run_folder(spec(resume=True))
     path.write_text(json.dumps({**config, "transformers_version": "6.0"}))
     check_run_folder(spec(resume=True))
+    (tmp_path / "run" / "checkpoints" / "step_000004").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"--resume: .* no model/config.json, .* back, or start in a new --output_dir"):
+        check_run_folder(spec(resume=True))
 
 
 def test_a_model_whose_weights_were_changed_in_place_is_not_resumed(spec, tmp_path):
@@ -263,6 +279,22 @@ def test_numbers_of_the_optimizer_stay_those_of_the_checkpoint(spec):
     message = "optimizer.params.weight_decay was 0.1, is 0.7: a run that goes on keeps that of its checkpoint; put it"
     with pytest.raises(ValueError, match=message):
         changed_flags(spec(resume=True, weight_decay=0.7))
+
+
+@pytest.mark.parametrize(("kind", "betas", "eps"), [("AdamW", [0.9, 0.999], 1e-8), ("Lion", [0.9, 0.999], None)])
+def test_a_default_of_the_optimizer_may_be_written_down_or_left_out(spec, kind, betas, eps):
+    optimizers = [{"type": kind, "params": {"lr": 1e-3}} for _ in range(3)]
+    optimizers[1]["params"] |= {"betas": betas} | ({} if eps is None else {"eps": eps})
+    optimizers[2]["params"]["betas"] = [0.5, 0.5]
+    short, long, other = (
+        {"content": {**tiny_folders.deepspeed_json(), "optimizer": optimizer}} for optimizer in optimizers
+    )
+    check_run_folder(spec())
+    for before, after in ((short, long), (long, short)):
+        write_folder(spec(**before))
+        changed_flags(spec(**after, resume=True))
+        with pytest.raises(ValueError, match=re.escape(f"optimizer.params.betas was {betas}, is [0.5, 0.5]: a run")):
+            changed_flags(spec(**other, resume=True))
 
 
 def test_a_second_run_in_the_folder_is_refused(spec, tmp_path):
@@ -350,6 +382,8 @@ def test_a_run_has_a_folder_of_its_own(spec, tmp_path):
             {"output_dir": "texts/run", "eval_dataset": str(tmp_path / "texts")},
             f"of --eval_dataset .*texts, .*{inside}",
         ),
+        ({"output_dir": "x" * 300}, r"--output_dir \S+: cannot be looked at \(File name too long\)"),
+        ({"output_dir": "run", "teacher": "x" * 300}, r"^--teacher x+: cannot be looked at \(File name too long\)"),
         ({"output_dir": "."}, r"--model .*model lies in its folder model, which the run replaces"),
         ({"output_dir": ".", "model": teacher}, None),
         ({"output_dir": "texts/run", "dataset": [text]}, None),  # beside a file of text
@@ -398,6 +432,10 @@ def test_room_is_checked_before_work_starts(spec, tmp_path, monkeypatch):
     assert bytes_of_checkpoints(spec(**resumed, keep_checkpoints=0)) == 7 * first
     assert bytes_of_checkpoints(spec(**resumed, keep_checkpoints=3)) == 2 * first
     assert bytes_of_checkpoints(spec(**resumed, keep_checkpoints=1)) == first
+    # A run that is complete adds none.
+    (frozen.parent / "step_000100").mkdir()
+    check_room(spec(**resumed), free=0)
+    (frozen.parent / "step_000100").rmdir()
     shutil.rmtree(frozen.parent)
     # Tokens of a stream are written while the run goes on, and stay.
     text = str(tmp_path / "text.jsonl")
