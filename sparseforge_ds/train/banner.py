@@ -46,7 +46,8 @@ def spec_rows(spec: RunSpec) -> list[Row]:
     batch = spec.deepspeed
     by_layers = arguments.any_family and spec.model.config.model_type not in FAMILIES
     warning = few_pruned(coverage) if by_layers and not spec.has_own_globs else None
-    memory = memory_per_rank(spec)
+    # Bytes that an offload option moves to the host count too: they are the rank's memory on the host then.
+    memory = lasting(spec.sizes, spec.memory_settings, spec.teacher_sizes)
     kinds = ", ".join(f"{name} {readable_bytes(size)}" for name, size in memory.items())
     # A row in a starred list is there only where the run has such a thing.
     return [
@@ -133,14 +134,6 @@ def _quantize_line(settings: QuantizeConfig, step: int) -> str:
         "all inputs of an output" if settings.group_size is None else f"{settings.group_size} kept weights of an output"
     )
     return f"{settings.bits} bits from step {step} on, a scale for {shared}"
-
-
-def memory_per_rank(spec: RunSpec) -> dict[str, int]:
-    """Return the bytes that one rank holds from step to step, by kind: no activations and gathered weights.
-
-    Bytes that an offload option moves to the host count too: they are the rank's memory on the host then.
-    """
-    return lasting(spec.sizes, spec.memory_settings, spec.teacher_sizes)
 
 
 def readable_bytes(size: float) -> str:

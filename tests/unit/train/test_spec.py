@@ -27,7 +27,8 @@ from sparseforge_ds.extras.basis.permutation.record import Permutation
 from sparseforge_ds.model.architecture import bare_model
 from sparseforge_ds.model.pretrained import find_model, load_pretrained
 from sparseforge_ds.train import spec as spec_module
-from sparseforge_ds.train.banner import banner, memory_per_rank, readable_bytes
+from sparseforge_ds.train.banner import banner, readable_bytes
+from sparseforge_ds.train.lasting_memory import lasting
 from sparseforge_ds.train.spec import find_texts, make_spec
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, deepspeed_json, write_json, write_model, write_text
 from tests.tiny_models import tiny_llama
@@ -178,7 +179,8 @@ def test_memory_is_divided_as_zero_divides_it(arguments):
     masked = make_spec(arguments(), world_size=1).coverage.masked
 
     def memory(stage, world_size, **block):
-        return memory_per_rank(make_spec(arguments(deepspeed_json(stage, **block)), world_size))
+        spec = make_spec(arguments(deepspeed_json(stage, **block)), world_size)
+        return lasting(spec.sizes, spec.memory_settings, spec.teacher_sizes)
 
     first = memory(3, 1)
     four = memory(3, 4)
