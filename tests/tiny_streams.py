@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
+from torch import Tensor
+
+from sparseforge_ds.data.batches import Batches, make_micro_batch
 from sparseforge_ds.data.producer import ChunkSpec, ChunkWriter
 from sparseforge_ds.data.splits import find_files
 from sparseforge_ds.data.stream_chunks import ChunkSizes
+from sparseforge_ds.data.streaming import StreamedWindows
 from sparseforge_ds.data.text_files import LocalText
+from sparseforge_ds.data.tokenization import cache_key
+from sparseforge_ds.ranks import Ranks
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
 
 SIZES = ChunkSizes(seq_length=5, smallest=20, largest=80)
@@ -40,6 +47,26 @@ def chunk_spec(
 ) -> ChunkSpec:
     """Return the recipe for the chunks of a stream of bytes."""
     return ChunkSpec(stream, byte_tokenizer(), folder, sizes, vocabulary)
+
+
+def open_stream(
+    stream: LocalText, folder: Path, seed: int, ranks: Ranks | None = None, sizes: ChunkSizes = SIZES
+) -> StreamedWindows:
+    """Return the windows of a stream of bytes as a run opens them; `folder` has all token caches."""
+    key, facts = cache_key(stream, byte_tokenizer(), "auto", asdict(sizes))
+    return StreamedWindows(chunk_spec(stream, folder / key, sizes), facts, seed, ranks or Ranks())
+
+
+def ids_at(batches: Batches, position: int) -> Tensor:
+    """Return the ids of a rank's next micro-batch after `position` sequences, and consume nothing."""
+    return make_micro_batch(batches.rows_at(position), None).token_BS
+
+
+def next_ids(batches: Batches) -> Tensor:
+    """Consume a rank's next micro-batch, and return its ids."""
+    ids = ids_at(batches, batches.position)
+    batches.advance()
+    return ids
 
 
 def row_of(documents: list[str], count: int, frame: str = "auto") -> list[int]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from sparseforge_ds.config.run_state import differences, shorten
 from sparseforge_ds.data.micro_batch import IGNORED, BatchLayout, MicroBatch
@@ -43,7 +42,7 @@ def make_micro_batch(row_BS: np.ndarray, trained: float | None) -> MicroBatch:
         row_BS: (B, S) tokens of `tokenization.token_dtype`.
         trained: divisor of the summed loss, see `MicroBatch.trained`.
     """
-    token_BS = label_BS = _ids(row_BS)
+    token_BS = label_BS = torch.from_numpy(ids_of_tokens(row_BS).astype(np.int64))
     if row_BS.dtype.names is not None:
         label_BS = token_BS.masked_fill(~torch.from_numpy(trained_flags(row_BS).copy()), IGNORED)
     more = (
@@ -64,7 +63,7 @@ def positions(first_BS: np.ndarray) -> np.ndarray:
 
 
 class Batches:
-    """Endless iterator over this rank's micro-batches, each (B, S) int64.
+    """This rank's micro-batches, without end.
 
     Args:
         sources: windows of every source, all of the same length and seed.
@@ -96,14 +95,6 @@ class Batches:
     def divided_as(self, layout: BatchLayout) -> Batches:
         """Return the same text in other micro-batches. The two share their sources, and no position."""
         return Batches(self.sources, self.parts, layout, self.takes_other_data, self.teacher_logits)
-
-    def __iter__(self) -> Batches:
-        return self
-
-    def __next__(self) -> Tensor:
-        batch_BS = self.batch_at(self.position)
-        self.advance()
-        return batch_BS
 
     def advance(self) -> None:
         """Count this rank's next micro-batch, and those of all other ranks, as consumed."""
@@ -146,18 +137,14 @@ class Batches:
             return None
         return sum(int(np.count_nonzero(trained_flags(self._window(position))[1:])) for position in batch)
 
-    def batch_at(self, position: int) -> Tensor:
-        """Return this rank's (B, S) ids of the next micro-batch after `position` sequences, without consuming it.
+    def rows_at(self, position: int) -> np.ndarray:
+        """Return this rank's (B, S) tokens of the next micro-batch after `position` sequences, with their flags.
 
         Every rank calls it with the same position: all wait together for a text that is still being tokenized.
 
         Raises:
             AgreedError: the text cannot be read any further.
         """
-        return _ids(self.rows_at(position))
-
-    def rows_at(self, position: int) -> np.ndarray:
-        """Return the (B, S) tokens of `batch_at`, with their flags."""
         micro_batch = self.layout.micro_batch
         self.prepare(position, self.layout.sequences_at_once)
         first = position + self.layout.data_parallel_rank * micro_batch
@@ -180,10 +167,6 @@ class Batches:
         source, window = self._order.locate(position)
         return self.sources[source].window(window)
 
-    def window(self, position: int) -> Tensor:
-        """Return the (S,) int64 ids of one of the run's sequences, which `prepare` has made available."""
-        return _ids(self._window(position))
-
     def summary(self, steps: int) -> str:
         """Return the banner's lines about the text of a run of so many steps, one for every source of a mixture."""
         tokens = steps * self.layout.global_batch * self.seq_length
@@ -203,7 +186,7 @@ class Batches:
         and therefore passes over a batch of which no token is trained on.
 
         Raises:
-            AgreedError: as `batch_at`; or no token is trained on in the first batch, or in a thousand in a row.
+            AgreedError: as `rows_at`; or no token is trained on in the first batch, or in a thousand in a row.
         """
         size = self.layout.global_batch
         if self.position == 0:
@@ -235,7 +218,7 @@ class Batches:
             )
 
     def prepare(self, first: int, count: int) -> None:
-        """Make sequences of the run available. Every rank calls it with the same numbers; errors as `batch_at`."""
+        """Make sequences of the run available. Every rank calls it with the same numbers; errors as `rows_at`."""
         begins = self._order.counts_before(first)
         ends = self._order.counts_before(first + count)
         for source, begin, end in zip(self.sources, begins, ends, strict=True):
@@ -317,7 +300,3 @@ def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
     origins = state.get("teacher_logits", [])
     logits = {f"teacher_logits{number}": origin for number, origin in enumerate(origins, start=1)}
     return {"shares": state["parts"], **sources, **logits}
-
-
-def _ids(row_BS: np.ndarray) -> Tensor:
-    return torch.from_numpy(ids_of_tokens(row_BS).astype(np.int64))

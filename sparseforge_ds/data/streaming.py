@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from sparseforge_ds.config.arguments import DocumentFrame
 from sparseforge_ds.data.producer import ChunkSpec, Producer
-from sparseforge_ds.data.stream_chunks import ChunkSizes, Record
-from sparseforge_ds.data.text_files import TextSource
-from sparseforge_ds.data.tokenization import cache_key
+from sparseforge_ds.data.stream_chunks import Record
 from sparseforge_ds.data.windows import ReadProgress, Windows
 from sparseforge_ds.ranks import Ranks
 
@@ -132,36 +126,3 @@ class StreamedWindows(Windows):
                 "the old ones back, or start in a new --output_dir"
             )
         return record
-
-
-def open_stream(
-    source: TextSource,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    sizes: ChunkSizes,
-    vocabulary: int,
-    seed: int,
-    ranks: Ranks,
-    frame: DocumentFrame = "auto",
-) -> StreamedWindows:
-    """Return the windows of a stream, at its beginning, without reading text yet.
-
-    Every rank calls it with the same arguments.
-
-    Args:
-        source: the text.
-        tokenizer: its tokenizer.
-        folder: folder of all token caches.
-        sizes: sizes of the chunks.
-        vocabulary: number of ids that the model knows.
-        seed: seed of the order.
-        ranks: the processes of the run.
-        frame: tokens around every document.
-
-    Raises:
-        AgreedError: the tokenizer lacks the tokens of the frame.
-    """
-    # Rank 0 hashes the files for all ranks.
-    key, facts = ranks.on_first(lambda: cache_key(source, tokenizer, frame, asdict(sizes)))
-    spec = ChunkSpec(source, tokenizer, folder / key, sizes, vocabulary, frame)
-    return StreamedWindows(spec, facts, seed, ranks)

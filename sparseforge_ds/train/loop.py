@@ -72,7 +72,9 @@ def _train(
     first_step = forge.step_count
 
     # Decide once how logits are made: whole, or in blocks by the heads, which takes less memory.
-    if reason := objective.why_whole_logits(batches.batch_at(batches.position)[:1, :1].to(context.device)):
+    next_sequences = range(batches.position, batches.position + batches.layout.sequences_at_once)
+    (batch,) = batches.micro_batches(next_sequences, with_logits=False)
+    if reason := objective.why_whole_logits(batch.token_BS[:1, :1].to(context.device)):
         _LOG.info(f"whole logits of both models, which take more memory than blocks of them: {reason}")
 
     # A run at step 0 needs its first mask. One that was resumed later has read it from the checkpoint of that step.

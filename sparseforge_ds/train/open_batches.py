@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.data.micro_batch import BatchLayout
+from sparseforge_ds.data.producer import ChunkSpec
 from sparseforge_ds.data.stream_chunks import ChunkSizes
-from sparseforge_ds.data.streaming import open_stream
+from sparseforge_ds.data.streaming import StreamedWindows
 from sparseforge_ds.data.teacher_logits import TeacherLogits
 from sparseforge_ds.data.text_files import TextSource
 from sparseforge_ds.data.token_cache import TokenCache, ensure_token_cache
-from sparseforge_ds.data.tokenization import unknown_token_error
+from sparseforge_ds.data.tokenization import cache_key, unknown_token_error
 from sparseforge_ds.data.windows import CachedWindows, Windows
 from sparseforge_ds.ranks import Ranks
 from sparseforge_ds.train.spec import RunSpec
@@ -45,7 +47,7 @@ def _open_teacher_logits(spec: RunSpec, sources: Sequence[Windows]) -> list[Teac
     assert spec.config.distillation is not None
     logits = []
     for windows in sources:
-        assert isinstance(windows, CachedWindows)  # streams are refused with the other flags
+        assert isinstance(windows, CachedWindows)  # `find_texts` refuses streams
         vocabulary = int(spec.model.config.get_text_config().vocab_size)
         settings = (spec.arguments.seq_length, vocabulary, spec.config.distillation.temperature)
         logits.append(TeacherLogits.open(Path(folder), windows.key, windows.facts, *settings))
@@ -65,23 +67,16 @@ def _open(spec: RunSpec, ranks: Ranks, source: TextSource, at_least: int) -> Win
     arguments = spec.arguments
     folder = spec.folder / "data"
     vocabulary = int(spec.model.config.get_text_config().vocab_size)
-    # A stream is tokenized while the run goes on.
+    tokenizer = spec.model.tokenizer
+    frame = arguments.document_frame
+    # A stream is tokenized while the run goes on. Rank 0 hashes its files for all ranks.
     if source.streamed:
         sizes = ChunkSizes(arguments.seq_length)
-        return open_stream(
-            source,
-            spec.model.tokenizer,
-            folder,
-            sizes,
-            vocabulary,
-            arguments.seed,
-            ranks,
-            arguments.document_frame,
-        )
+        key, facts = ranks.on_first(lambda: cache_key(source, tokenizer, frame, asdict(sizes)))
+        chunks = ChunkSpec(source, tokenizer, folder / key, sizes, vocabulary, frame)
+        return StreamedWindows(chunks, facts, arguments.seed, ranks)
     # Everything else is tokenized now, by rank 0, and mapped into memory by every rank.
-    packed: TokenCache = ranks.on_first(
-        lambda: ensure_token_cache(source, spec.model.tokenizer, folder, arguments.document_frame)
-    )
+    packed: TokenCache = ranks.on_first(lambda: ensure_token_cache(source, tokenizer, folder, frame))
 
     def open_packed() -> CachedWindows:
         if packed.largest_id >= vocabulary:

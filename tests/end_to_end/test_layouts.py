@@ -132,7 +132,7 @@ def test_a_loss_on_completions_is_that_of_the_whole_step(tmp_path: Path, source:
     counts = []
     for _ in range(24):
         counts.append(int((batches.step()[0].label_BS[:, 1:] != IGNORED).sum()))
-        next(batches)
+        batches.advance()
     assert 0 in counts and len(set(counts)) > 5
     of_steps = {max(1, sum(counts[first : first + 3])) / 3 for first in range(0, 24, 3)}
     assert from_run and None not in from_run

@@ -53,7 +53,7 @@ def test_parts_of_all_ranks_are_the_whole(world_size: int, parts: int, uneven: b
         assert of_parts == pytest.approx(mean_loss([batch for step in expected for batch in step], table_VV), rel=1e-6)
         for batch in (*ranks, *wholes):
             for _ in range(3):
-                next(batch)
+                batch.advance()
         assert len({batch.position for batch in (*ranks, *wholes)}) == 1
 
 
@@ -70,7 +70,7 @@ def test_a_rank_knows_its_group_and_its_part() -> None:
 def test_a_state_of_parts_continues_whole_ones() -> None:
     part, undivided = stream(BatchLayout(2, 1, 4, 3, 2), uneven=False), stream(BatchLayout(4, 1, 1, 0), uneven=False)
     for _ in range(5):
-        next(part)
+        part.advance()
     undivided.load_state_dict(part.state_dict())
     assert undivided.position == part.position == 20
     (own_part,) = part.step()

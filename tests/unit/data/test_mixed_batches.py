@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.data.micro_batch import BatchLayout
 from sparseforge_ds.data.round_robin import RoundRobin
-from sparseforge_ds.data.streaming import open_stream
 from sparseforge_ds.data.windows import CachedWindows, ReadProgress
 from sparseforge_ds.ranks import Ranks
 from tests.distributed import run_distributed
-from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
-from tests.tiny_streams import SIZES, InPlace, stream_of, texts, write_stream
+from tests.tiny_streams import InPlace, next_ids, open_stream, stream_of, texts, write_stream
 
 SEED = 3
 PARTS = (3, 5, 2)
@@ -52,7 +50,7 @@ def test_every_source_has_its_share_at_any_moment(parts):
 
 def test_shares_of_tokens_are_the_weights_and_no_window_of_a_source_is_left_out():
     batches = mixed(windows=(40, 70, 9))
-    drawn = torch.cat([next(batches)[:, 0] for _ in range(32 * 25)])
+    drawn = torch.cat([next_ids(batches)[:, 0] for _ in range(32 * 25)])
     counts = torch.bincount(drawn // OF_SOURCE, minlength=3)
     assert counts.tolist() == [480, 800, 320], "3:5:2 of 1,600"
     for source, windows in enumerate((40, 70, 9)):
@@ -66,7 +64,7 @@ def test_shares_of_tokens_are_the_weights_and_no_window_of_a_source_is_left_out(
 def test_shares_hold_in_every_step():
     batches = mixed(BatchLayout(10, 1, 1, 0), windows=(500, 500, 500))
     for _ in range(64):
-        assert torch.bincount(next(batches)[:, 0] // OF_SOURCE).tolist() == list(PARTS)
+        assert torch.bincount(next_ids(batches)[:, 0] // OF_SOURCE).tolist() == list(PARTS)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +74,9 @@ def test_the_global_batch_does_not_depend_on_the_ranks(micro, accumulation, worl
     ranks = [mixed(BatchLayout(micro, accumulation, world_size, rank)) for rank in range(world_size)]
     one_rank = mixed(BatchLayout(12, 1, 1, 0))
     for _ in range(20):
-        assert torch.equal(torch.cat([next(rank) for _ in range(accumulation) for rank in ranks]), next(one_rank))
+        assert torch.equal(
+            torch.cat([next_ids(rank) for _ in range(accumulation) for rank in ranks]), next_ids(one_rank)
+        )
 
 
 @given(consumed=st.integers(0, 200), world_size=st.sampled_from([1, 2, 3, 6]))
@@ -86,14 +86,14 @@ def test_a_position_is_all_there_is_to_resume(consumed, world_size):
     straight.position = 6 * consumed
     resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
     for _ in range(3):
-        assert torch.equal(next(straight), next(resumed))
+        assert torch.equal(next_ids(straight), next_ids(resumed))
 
 
 def test_the_order_belongs_to_seed_and_weights():
-    first, again = (torch.cat([next(batches) for _ in range(50)]) for batches in (mixed(), mixed()))
+    first, again = (torch.cat([next_ids(batches) for _ in range(50)]) for batches in (mixed(), mixed()))
     assert torch.equal(first, again)
     for other in (mixed(seed=4), mixed(parts=(3, 5, 3))):
-        assert not torch.equal(first, torch.cat([next(other) for _ in range(50)]))
+        assert not torch.equal(first, torch.cat([next_ids(other) for _ in range(50)]))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_another_mixture_is_read_on_at_the_same_position_on_request(tmp_path, ca
     caplog.set_level(logging.INFO)
     before = in_place(tmp_path)
     for _ in range(100):
-        next(before)
+        next_ids(before)
     for other in (mixed(), Batches(before.sources[1:2], [1], ONE_RANK)):
         state = json.loads(json.dumps(other.state_dict()))
         caplog.clear()
@@ -128,14 +128,14 @@ def test_another_mixture_is_read_on_at_the_same_position_on_request(tmp_path, ca
         batches.load_state_dict(state | {"position": 200})
         assert "goes on with another text" in caplog.text
         for _ in range(100):
-            next(fresh)
-        assert all(torch.equal(next(batches), next(fresh)) for _ in range(30))
+            next_ids(fresh)
+        assert all(torch.equal(next_ids(batches), next_ids(fresh)) for _ in range(30))
 
 
 def test_what_each_source_has_given_is_logged():
     batches = mixed(windows=(40, 70, 9))
     for _ in range(160):
-        next(batches)
+        next_ids(batches)
     assert batches.progress() == [
         ReadProgress("source/0", 96, 96 / 40),
         ReadProgress("source/1", 160, 160 / 70),
@@ -171,7 +171,7 @@ def in_place(folder, layout=ONE_RANK):
     """Return a text that is there in full and two streams, without processes."""
     sources = [packed(0, 30)]
     for stream in streams(folder):
-        windows = open_stream(stream, byte_tokenizer(), folder / "data", SIZES, BYTE_VOCABULARY, SEED, Ranks())
+        windows = open_stream(stream, folder / "data", SEED)
         windows.producer = InPlace(windows.producer.spec)
         sources.append(windows)
     return Batches(sources, (2, 5, 3), layout)
@@ -179,7 +179,7 @@ def in_place(folder, layout=ONE_RANK):
 
 def test_streams_resume_mid_document_at_every_position_on_other_ranks_without_the_cache(tmp_path):
     straight = in_place(tmp_path, BatchLayout(6, 1, 1, 0))
-    expected = torch.cat([next(straight) for _ in range(150)])
+    expected = torch.cat([next_ids(straight) for _ in range(150)])
     batches = in_place(tmp_path, BatchLayout(6, 1, 1, 0))
     for position in range(0, 840, 6):
         state = json.loads(json.dumps(batches.state_dict()))
@@ -190,8 +190,8 @@ def test_streams_resume_mid_document_at_every_position_on_other_ranks_without_th
                 rank.load_state_dict(state)
                 assert json.loads(json.dumps(rank.state_dict())) == state
             for start in range(position, position + 18, 6):
-                assert torch.equal(torch.cat([next(rank) for rank in ranks]), expected[start : start + 6])
-        next(batches)
+                assert torch.equal(torch.cat([next_ids(rank) for rank in ranks]), expected[start : start + 6])
+        next_ids(batches)
     assert RoundRobin((2, 5, 3)).counts_before(640) == [128, 320, 192]
     for name, reading in zip(("one", "two"), batches.progress()[1:], strict=True):
         once = sum(1 + len(text) for text in documents(name) if text.strip())
@@ -203,13 +203,13 @@ def read_on_ranks(folder, steps, state):
     ranks = Ranks()
     sources = [packed(0, 30)]
     for stream in streams(folder):
-        sources.append(open_stream(stream, byte_tokenizer(), folder / "data", SIZES, BYTE_VOCABULARY, SEED, ranks))
+        sources.append(open_stream(stream, folder / "data", SEED, ranks))
     batches = Batches(sources, (2, 5, 3), BatchLayout(3, 2, ranks.world_size, ranks.rank))
     batches.load_state_dict(state)
     rows = []
     for _ in range(steps):
         batches.prepare_step()
-        rows += [next(batches), next(batches)]
+        rows += [next_ids(batches), next_ids(batches)]
     for source in sources[1:]:
         if source.producer is not None:
             source.producer.close()
@@ -219,9 +219,9 @@ def read_on_ranks(folder, steps, state):
 def test_ranks_continue_where_another_number_of_them_stopped(tmp_path):
     batches = in_place(tmp_path, BatchLayout(12, 1, 1, 0))
     for _ in range(11):
-        next(batches)
+        next_ids(batches)
     state = json.loads(json.dumps(batches.state_dict()))
-    expected = torch.cat([next(batches) for _ in range(8)])
+    expected = torch.cat([next_ids(batches) for _ in range(8)])
     shutil.rmtree(tmp_path / "data")
     rows = run_distributed(read_on_ranks, 2, tmp_path, 8, state)
     assert torch.equal(torch.stack(rows, dim=1).flatten(0, 2), expected)

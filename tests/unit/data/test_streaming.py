@@ -15,12 +15,11 @@ from sparseforge_ds.data import tokenization
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.data.micro_batch import BatchLayout
 from sparseforge_ds.data.stream_chunks import ChunkSizes
-from sparseforge_ds.data.streaming import open_stream
 from sparseforge_ds.data.tokenization import cache_key
 from sparseforge_ds.ranks import AgreedError, Ranks
 from tests.distributed import run_distributed
-from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
-from tests.tiny_streams import SIZES, InPlace, row_of, stream_of, texts, write_stream
+from tests.tiny_folders import byte_tokenizer
+from tests.tiny_streams import SIZES, InPlace, ids_at, next_ids, open_stream, row_of, stream_of, texts, write_stream
 
 SEED = 3
 ONE_RANK = BatchLayout(2, 1, 1, 0)
@@ -28,7 +27,7 @@ ONE_RANK = BatchLayout(2, 1, 1, 0)
 
 def in_place(folder, layout=ONE_RANK, seed=SEED, sizes=SIZES):
     source = write_once(folder / "text")
-    windows = open_stream(source, byte_tokenizer(), folder / "data", sizes, BYTE_VOCABULARY, seed, Ranks())
+    windows = open_stream(source, folder / "data", seed, sizes=sizes)
     windows.producer = InPlace(windows.producer.spec)
     return Batches([windows], [1], layout)
 
@@ -55,7 +54,7 @@ def order(count, seed=SEED, sizes=SIZES):
 
 def test_windows_come_in_the_order_of_their_chunks(tmp_path):
     batches = in_place(tmp_path)
-    assert torch.equal(torch.cat([next(batches) for _ in range(300)]), order(600))
+    assert torch.equal(torch.cat([next_ids(batches) for _ in range(300)]), order(600))
     assert not torch.equal(order(600), order(600, seed=4))
 
 
@@ -65,7 +64,7 @@ def test_the_global_batch_does_not_depend_on_the_ranks(tmp_path, micro, accumula
     expected = order(600)
     size = micro * accumulation * world_size
     for step in range(600 // size):
-        rows = torch.cat([next(rank) for _ in range(accumulation) for rank in ranks])
+        rows = torch.cat([next_ids(rank) for _ in range(accumulation) for rank in ranks])
         assert torch.equal(rows, expected[step * size : (step + 1) * size])
 
 
@@ -88,20 +87,20 @@ def test_it_resumes_at_every_position_also_on_other_ranks(tmp_path, cache):
                     assert json.loads(json.dumps(rank.state_dict())) == state
                 for step in range(3):
                     start = position + step * 6
-                    assert torch.equal(torch.cat([next(rank) for rank in ranks]), expected[start : start + 6])
-        next(batches)
+                    assert torch.equal(torch.cat([next_ids(rank) for rank in ranks]), expected[start : start + 6])
+        next_ids(batches)
 
 
 def test_probes_look_ahead_and_back_without_consuming(tmp_path):
     expected = order(1000)
     batches = in_place(tmp_path)
     for ahead in range(40):
-        assert torch.equal(batches.batch_at(2 * ahead), expected[2 * ahead : 2 * ahead + 2])
+        assert torch.equal(ids_at(batches, 2 * ahead), expected[2 * ahead : 2 * ahead + 2])
     for _ in range(450):
-        next(batches)
+        next_ids(batches)
     for position in range(898, 0, -6):
-        assert torch.equal(batches.batch_at(position), expected[position : position + 2])
-    assert torch.equal(next(batches), expected[900:902])
+        assert torch.equal(ids_at(batches, position), expected[position : position + 2])
+    assert torch.equal(next_ids(batches), expected[900:902])
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_another_text_is_read_on_at_the_same_position_on_request(tmp_path, caplo
     caplog.set_level(logging.INFO)
     batches = in_place(tmp_path)
     for _ in range(130):
-        next(batches)
+        next_ids(batches)
     state = json.loads(json.dumps(batches.state_dict()))
     name = "3.jsonl" if change == "a file more" else "0.jsonl"
     (tmp_path / "text" / name).write_text("".join(json.dumps({"text": f"new {i}"}) + "\n" for i in range(30)))
@@ -137,20 +136,20 @@ def test_another_text_is_read_on_at_the_same_position_on_request(tmp_path, caplo
         in caplog.text
     )
     for _ in range(130):
-        next(fresh)
-    assert all(torch.equal(next(batches), next(fresh)) for _ in range(200))
+        next_ids(fresh)
+    assert all(torch.equal(next_ids(batches), next_ids(fresh)) for _ in range(200))
 
 
 def test_renamed_files_are_the_same_text_and_cost_nothing(tmp_path):
     batches = in_place(tmp_path)
     while batches.progress()[0].epochs < 2:
-        next(batches)
+        next_ids(batches)
     state = json.loads(json.dumps(batches.state_dict()))
     for path in (tmp_path / "text").iterdir():
         path.rename(path.with_stem(f"renamed-{path.stem}"))
     again = in_place(tmp_path)
     again.load_state_dict(state)
-    assert all(torch.equal(next(again), next(batches)) for _ in range(10))
+    assert all(torch.equal(next_ids(again), next_ids(batches)) for _ in range(10))
     assert len(list((tmp_path / "data").iterdir())) == 1, "one cache"
 
 
@@ -160,7 +159,7 @@ def test_a_lost_cache_that_comes_out_differently_is_refused(tmp_path, monkeypatc
     assert sum(SIZES.windows(chunk) for chunk in range(3)) == 28
     batches = in_place(tmp_path)
     for _ in range(windows // 2):
-        next(batches)
+        next_ids(batches)
     state = json.loads(json.dumps(batches.state_dict()))
     shutil.rmtree(tmp_path / "data")
     encode = tokenization.tokenize
@@ -168,7 +167,7 @@ def test_a_lost_cache_that_comes_out_differently_is_refused(tmp_path, monkeypatc
     batches = in_place(tmp_path)
     batches.load_state_dict(state)
     with pytest.raises(ValueError, match="differs from the one that the checkpoint was trained on: text,"):
-        next(batches)
+        next_ids(batches)
 
 
 def test_skipped_documents_are_counted_and_logged_also_after_resuming(tmp_path):
@@ -176,7 +175,7 @@ def test_skipped_documents_are_counted_and_logged_also_after_resuming(tmp_path):
     batches = in_place(tmp_path)
     logged = []
     while batches.progress()[0].epochs < 5:
-        next(batches)
+        next_ids(batches)
         logged.append(batches.scalars().get("data/without_text", 0))
         if batches.position % 50 == 0:
             state = json.loads(json.dumps(batches.state_dict()))
@@ -209,7 +208,7 @@ def on_ranks(folder, micro):
     """Batches as the trainer makes them, on a rank of a real process group."""
     ranks = Ranks()
     stream = write_once(folder / "text")
-    windows = open_stream(stream, byte_tokenizer(), folder / "data", SIZES, BYTE_VOCABULARY, SEED, ranks)
+    windows = open_stream(stream, folder / "data", SEED, ranks)
     try:
         yield Batches([windows], [1], BatchLayout(micro, 1, ranks.world_size, ranks.rank))
     finally:
@@ -224,9 +223,9 @@ def read_on_ranks(folder, micro, steps, state):
         batches.prepare_step()
         stride = micro * batches.layout.world_size
         for probe in range(5):  # what the curvature needs before the first step
-            batches.batch_at(batches.position + probe * stride)
-        ahead = batches.batch_at(batches.position + (steps - 1) * stride)
-        rows = torch.stack([next(batches) for _ in range(steps)])
+            ids_at(batches, batches.position + probe * stride)
+        ahead = ids_at(batches, batches.position + (steps - 1) * stride)
+        rows = torch.stack([next_ids(batches) for _ in range(steps)])
         assert torch.equal(ahead, rows[-1])
         return rows, batches.state_dict()
 
@@ -251,13 +250,13 @@ def test_ranks_resume_bit_for_bit_at_any_world_size(tmp_path, cache):
 def fail_on_ranks(folder, break_it):
     with on_ranks(folder, 4) as batches:
         if break_it == "kill":
-            next(batches)
+            next_ids(batches)
             producer = batches.sources[0].producer
             if producer is not None and producer.process is not None:
                 producer.process.kill()
         try:
             for _ in range(3000):
-                next(batches)
+                next_ids(batches)
         except AgreedError as error:
             return str(error), batches.position
         return "no error", batches.position
