@@ -8,6 +8,7 @@ import functools
 import gc
 import logging
 import os
+import types
 import warnings
 
 import cpuinfo
@@ -41,6 +42,8 @@ torch.set_num_threads(1)
 
 # DeepSpeed names the range of every hooked call for NVIDIA's profiler: 2 % of a small model's step.
 deepspeed.utils.nvtx.enable_nvtx = False
+# ZeRO-3 collects garbage for each master partition, against the fragmentation of a GPU's memory: a tenth of short runs.
+deepspeed.runtime.zero.utils.gc = types.SimpleNamespace(collect=lambda: 0)
 # On a CPU, DeepSpeed would compile and load its shared-memory op in every rank. Only inference_all_reduce uses it, and
 # training never calls that, so these tests do without (the commands that users run do load it: tests/end_to_end).
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -29,13 +29,14 @@ def packed(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return pack24(weight.to(dtype), -1)
 
 
-def within_bound(
-    product: Tensor, x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, scale: Tensor | None = None
-) -> bool:
-    """|y - y64| <= eps(dtype) |y64| + inputs eps(fp32) sum |x| |w|: one rounding of the result, sums in fp32.
+def exact(
+    x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the product y64 in fp64, and a bound of |y - y64|.
 
-    Sums of 8-bit values may be rounded before they are scaled, which adds eps(dtype) |y64 - bias|. int4 may be scaled
-    and rounded to 16 bits before, which adds eps(dtype) sum |x| |w|.
+    It is eps(dtype) |y64| + inputs eps(fp32) sum |x| |w|: one rounding of the result, sums in fp32. Sums of 8-bit
+    values may be rounded before they are scaled, which adds eps(dtype) |y64 - bias|. int4 may be scaled and rounded to
+    16 bits before, which adds eps(dtype) sum |x| |w|.
     """
     if scale is not None and values.dtype == PAIRS:
         weight = unpack24(values, positions, scale, torch.float64)
@@ -50,6 +51,11 @@ def within_bound(
     bound = info.eps * expected.abs() + x.shape[-1] * sums * size + info.tiny
     if scale is not None:
         bound += info.eps * (size if values.dtype == PAIRS and info.bits == 16 else (expected - shift).abs())
+    return expected, bound
+
+
+def within_bound(product: Tensor, x: Tensor, *operands: Tensor | None) -> bool:
+    expected, bound = exact(x, *operands)
     return bool(((product.double() - expected).abs() <= bound).all())
 
 
@@ -141,16 +147,17 @@ def test_many_rows_are_right_by_several_tiles_and_threads(path: str, dtype: torc
     values, positions = packed(300, 14336, dtype)
     x = torch.randn(75, 14336).to(dtype)
     bias = torch.randn(300).to(dtype)
-    rounded_weights = (rounded(300, 14336, "int8"), rounded(300, 14336, "int4", 64))
+    codes = (rounded(300, 14336, "int8"), rounded(300, 14336, "int4", 64))
+    weights = [(values, positions, bias), *((values, offsets, bias, scale) for values, offsets, scale in codes)]
+    references = [exact(x, *operands) for operands in weights]
     threads = torch.get_num_threads()
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
             for rows in (1, 19, 73, 75):
-                assert within_bound(linear24(x[:rows], values, positions, bias), x[:rows], values, positions, bias)
-                for codes, offsets, scale in rounded_weights:
-                    product = linear24(x[:rows], codes, offsets, bias, scale)
-                    assert within_bound(product, x[:rows], codes, offsets, bias, scale)
+                for operands, (expected, bound) in zip(weights, references, strict=True):
+                    product = linear24(x[:rows], *operands)
+                    assert ((product.double() - expected[:rows]).abs() <= bound[:rows]).all()
     finally:
         torch.set_num_threads(threads)
 
