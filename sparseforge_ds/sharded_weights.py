@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +18,7 @@ from sparseforge_ds.mask_metrics import MaskMetrics
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
 from sparseforge_ds.zero.deepspeed_layouts import layout_of
 from sparseforge_ds.zero.forge_error import ForgeError
-from sparseforge_ds.zero.halo import Halo, HaloExchange, Span
+from sparseforge_ds.zero.halo import Halo, HaloExchange
 from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.quantized_masters import QuantizedMasters
 from sparseforge_ds.zero.refuse import uses_muon
@@ -118,17 +117,7 @@ class ShardedWeights:
     def exchange(self, key: str, names: Collection[str] | None = None) -> Halo:
         """Fetch what cut groups lack of a state, of all weights or of the named ones. Collective."""
         values = self.state.mask if key == "mask" else lambda shard: self.state_view(shard, key)
-        return self.halo.exchange(self.reader(values), names)
-
-    def reader(self, values: Callable[[Shard], Tensor]) -> Callable[[Span], Tensor]:
-        """Turn `values`, a function of a shard or a chunk, into a function of a span for `HaloExchange.exchange`."""
-
-        def read(span: Span) -> Tensor:
-            shard = self.shards[span.name]
-            offset = shard.offset + span.start - shard.start
-            return values(replace(shard, start=span.start, stop=span.stop, offset=offset))
-
-        return read
+        return self.halo.exchange(values, names)
 
     def to_groups(self, shard: Shard, values: Tensor, halo: Halo) -> Tensor:
         """Turn (numel of the shard,) into (G, M): all groups that the shard has a member of, cut ones included."""

@@ -118,7 +118,7 @@ def shift_into_branches(model: nn.Module, weights: ShardedWeights) -> None:
     }
     forget_moments(layout, [weights.prunable[name] for name in added])
     unit_halo = HaloExchange(layout, shards, periods)
-    halo = unit_halo.exchange(weights.reader(weights.dense))
+    halo = unit_halo.exchange(weights.dense)
     for name, branch in added.items():
         weight = weights.prunable[name]
         inputs = inputs_of[name]

@@ -54,7 +54,7 @@ def decompose_into_branches(model: nn.Module, weights: ShardedWeights) -> None:
         masters = [gather_master(layout, weight, which) for which in BRANCH]
         b_OK, p_KI = (_seen(weights, name, branch, *value) for value in zip(BRANCH, masters, strict=True))
         _add(weights, name, b_OK, p_KI)
-    halo = weights.halo.exchange(weights.reader(weights.dense), added)
+    halo = weights.halo.exchange(weights.dense, added)
     for name, branch in added.items():
         weight = weights.prunable[name]
         left_RK, right_CK = _search(weights, name, halo)

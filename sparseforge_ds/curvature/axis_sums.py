@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparseforge_ds.mask.factored import add_sums, segment_sums, shares
 from sparseforge_ds.mask.kernels.chunks import chunks
-from sparseforge_ds.zero.matrices import Matrices, MatrixSlice
+from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.shard import Shard
 
 
@@ -86,18 +86,12 @@ class AxisSums:
         rows = self.matrices.rows[name]
         return self.values[self.bounds[rows.start][0] : self.bounds[rows.stop - 1][2]]
 
-    def first(self, name: str, part: MatrixSlice) -> int:
-        """Return the index, in its matrix, of the first element of a slice of a shard."""
-        number = part.row - self.matrices.rows[name].start
-        return self.shards[name].start + part.start - number * self.matrices.size(name)
-
     def add_shards(self, values: Callable[[Shard], Tensor]) -> None:
         """Add the sums of `values`, (numel of the shard,), over the shards of all ranks. Collective, one reduction."""
         for name, shard in self.shards.items():
-            for matrix_slice in self.matrices.slices[name]:
-                inside = values(shard)[matrix_slice.start : matrix_slice.stop]
-                first = self.first(name, matrix_slice)
+            for part in self.matrices.slices[name]:
+                inside = values(shard)[part.inside]
                 for chunk in chunks(inside):
-                    add_sums(inside[chunk], first + chunk.start, *self.matrix_sums(matrix_slice.row))
+                    add_sums(inside[chunk], part.first + chunk.start, *self.matrix_sums(part.row))
         layout = self.matrices.layout
         self.values = layout.sum_shards(self.values.to(layout.device)).to(self.values.device)

@@ -90,6 +90,9 @@ class EstimatorContext:
         self.chunks = halo.chunks
         self.modules = modules
         self.shards = halo.shards
+        sums = AxisSums(matrices, halo.shards, self.layout.device)
+        self.empty_sums = sums.holding(sums.values.new_empty(0))
+        """Row and column sums of all matrices without numbers; a measurement begins with `zeros` of it."""
         self.expert_load = expert_load
         self.fused = fused
         for name, module in fused.items():
@@ -159,7 +162,7 @@ class EstimatorContext:
                 row = self.expert_load.of_matrix[matrix_slice.row]
                 assert row is not None
                 if by[row]:
-                    diagonal[name][matrix_slice.start : matrix_slice.stop] /= by[row]
+                    diagonal[name][matrix_slice.inside] /= by[row]
 
     def zeros(self) -> Diagonal:
         """Return a diagonal of zeros, on the devices of the master partitions."""

@@ -41,8 +41,6 @@ class FisherSums(SumsEstimator):
         self._blocks = {layer: model.get_submodule(layer.rpartition(".")[0]) for layer in context.lists}
         self._entered: dict[str, int] = {}
         """Tokens of the newest forward of the block around a list of experts, by the list's name."""
-        sums = AxisSums(context.matrices, context.shards, context.layout.device)
-        self._empty = sums.holding(sums.values.new_empty(0))
         self._sums: AxisSums | None = None
         self._tokens: dict[str, float] = {}
         self._squares = InputSquares()
@@ -53,7 +51,7 @@ class FisherSums(SumsEstimator):
 
     def begin(self) -> None:
         """Forget what was measured, and begin with losses that are means over a micro-batch's tokens."""
-        self._sums = self._empty.zeros()
+        self._sums = self.context.empty_sums.zeros()
         self._squares = InputSquares()
         self.divisor = None
         self.counted = None

@@ -32,9 +32,7 @@ class InputNorms(SumsEstimator):
 
     def __init__(self, context: EstimatorContext, config: SparseForgeConfig) -> None:
         self.context = context
-        sums = AxisSums(context.matrices, context.shards, context.layout.device)
-        self._empty = sums.holding(sums.values.new_empty(0))
-        self._sums = self._empty
+        self._sums = context.empty_sums
         self._tokens: dict[str, int] = {}
         """Tokens that passed the layer of each weight, experts in one weight aside."""
 
@@ -42,7 +40,7 @@ class InputNorms(SumsEstimator):
     def refresh(self, batches: ProbeBatches, step: int, probes: int) -> bool:
         """Collect the sums in a forward pass for every pass of a batch."""
         context = self.context
-        self._sums = self._empty.zeros()
+        self._sums = context.empty_sums.zeros()
         self._tokens = dict.fromkeys(context.shards, 0)
         context.expert_load.begin()
         with (

@@ -65,7 +65,7 @@ class OutputHutchinson(SumsEstimator):
     def refresh(self, batches: ProbeBatches, step: int, probes: int) -> bool:
         """Collect the sums in two forward and backward passes for every pass of a batch."""
         context = self.context
-        sums = self._sums = AxisSums(context.matrices, context.shards, context.layout.device)
+        sums = self._sums = context.empty_sums.zeros()
         self._passes = 0
         for batch in range(probes):
             keys = {name: counter_key(self.seed, step, batch, f"{name} outputs") for name in context.shards}

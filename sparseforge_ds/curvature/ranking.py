@@ -43,17 +43,11 @@ class ScoreInputs:
             span: consecutive elements of a weight.
             elements: H of the span; None if H is a product, or scores go by magnitude.
         """
-        rows = self.matrices.rows[span.name]
-        size = self.matrices.size(span.name)
-        for row in rows[span.start // size : -(-span.stop // size)]:
-            first = (row - rows.start) * size
-            start = max(span.start, first)
-            stop = min(span.stop, first + size)
-            inside = slice(start - span.start, stop - span.start)
-            curvature: Curvature = None if elements is None else elements[inside]
+        for part in self.matrices.slices_of(span):
+            curvature: Curvature = None if elements is None else elements[part.inside]
             if self.factors is not None:
-                curvature = RankOne(*self.factors[row], start - first)
-            yield inside, None if row in self.by_magnitude else curvature, self.scaling[row]
+                curvature = RankOne(*self.factors[part.row], part.first)
+            yield part.inside, None if part.row in self.by_magnitude else curvature, self.scaling[part.row]
 
 
 class Ranking:
@@ -76,12 +70,11 @@ class Ranking:
         weights = self.weights
         inputs = self.score_inputs()
 
-        def score(span: Span | Shard) -> Tensor:
-            shard = weights.shards[span.name]
-            dense = weights.dense(shard)[span.start - shard.start :]
+        def score(shard: Shard) -> Tensor:
+            dense = weights.dense(shard)
             parts = [
                 standardized_score(dense[inside], curvature, scaling)
-                for inside, curvature, scaling in inputs.per_matrix(span, self._elements(span))
+                for inside, curvature, scaling in inputs.per_matrix(shard, self._elements(shard))
             ]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -133,12 +126,11 @@ class Ranking:
         inputs.scaling = scalings(moments, weights.config.curvature.damping).to(shard_device)
         return inputs
 
-    def _elements(self, span: Span | Shard) -> Tensor | None:
-        """Return H of a span where scores are made of elements."""
+    def _elements(self, shard: Shard) -> Tensor | None:
+        """Return H of a shard or a part of one where scores are made of elements."""
         if not self.weights.config.keeps_curvature or self.weights.config.factored:
             return None
-        shard = self.weights.shards[span.name]
-        return self.weights.state_view(shard, "curvature")[span.start - shard.start : span.stop - shard.start]
+        return self.weights.state_view(shard, "curvature")
 
     def _read(
         self, totals: Tensor, squares: Tensor, sums: AxisSums | None

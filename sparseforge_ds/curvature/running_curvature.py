@@ -97,7 +97,7 @@ class RunningCurvature:
         )
         if config.keeps_sums:
             self.sums = sums_of(self.context, config)
-            self.running = RunningSums(weights.matrices, weights.shards)
+            self.running = RunningSums(self.context.empty_sums)
         else:
             self.estimator = estimator_of(self.context, config)
 
@@ -291,7 +291,7 @@ class RunningCurvature:
         for matrix_slice in self.weights.matrices.slices[name]:
             row = self.expert_load.of_matrix[matrix_slice.row]
             assert row is not None
-            inside = slice(matrix_slice.start, matrix_slice.stop)
+            inside = matrix_slice.inside
             if sample is not None and rates[row]:
                 self.weights.metrics.add_refresh(average[inside], sample[inside])
                 average[inside].lerp_(sample[inside], rates[row])
@@ -356,12 +356,6 @@ class RunningCurvature:
                 has_elements = self.estimator is not None and not weights.state.released
                 yield chunk, weights.state_view(chunk, "curvature") if has_elements else None
                 continue
-            shard = weights.shards[chunk.name]
-            products = []
-            for part in weights.matrices.slices[chunk.name]:
-                start = max(part.start, chunk.start - shard.start)
-                stop = min(part.stop, chunk.stop - shard.start)
-                if start < stop:
-                    first = sums.first(chunk.name, part) - part.start
-                    products.append(rank_one(*factors[part.row], first + start, first + stop))
+            slices = weights.matrices.slices_of(chunk)
+            products = [rank_one(*factors[part.row], part.first, part.first + part.numel) for part in slices]
             yield chunk, torch.cat(products)

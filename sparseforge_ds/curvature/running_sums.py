@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.curvature.axis_sums import AxisSums
-from sparseforge_ds.zero.matrices import Matrices
-from sparseforge_ds.zero.shard import Shard
 
 _DAMAGED = "the checkpoint's sparseforge state has no or damaged row and column sums ({}); use another checkpoint"
 
@@ -25,15 +23,12 @@ _DAMAGED = "the checkpoint's sparseforge state has no or damaged row and column 
 class RunningSums:
     """Running mean in fp32, one slice a rank at every ZeRO stage."""
 
-    def __init__(self, matrices: Matrices, shards: dict[str, Shard]) -> None:
-        """Begin with zeros."""
-        self.matrices = matrices
-        self.shards = shards
-        self.layout = matrices.layout
-        sums = AxisSums(matrices, shards, self.layout.device)
-        self.numel = sums.values.numel()
-        self._empty = sums.holding(sums.values.new_empty(0))
-        self._lengths = sums.extents.sum(dim=1)
+    def __init__(self, empty: AxisSums) -> None:
+        """Begin with zeros for the matrices of `empty`."""
+        self.layout = empty.matrices.layout
+        self.numel = empty.bounds[-1][2]
+        self._empty = empty
+        self._lengths = empty.extents.sum(dim=1)
         self._size = math.ceil(self.numel / self.layout.world_size)
         self.slice = torch.zeros(self._size, device=self.layout.device)
         self._products = torch.zeros(3, dtype=torch.float64, device=self.layout.device)
@@ -80,7 +75,7 @@ class RunningSums:
     def metrics(self, numbers: list[float]) -> dict[str, float]:
         """Return metrics for the log, of what `numbers` gave."""
         total, negative, agreement, new, old = numbers
-        elements = sum(math.prod(shard.shape) for shard in self.shards.values())
+        elements = sum(math.prod(shard.shape) for shard in self._empty.shards.values())
         metrics = {"curvature/mean": total / elements, "curvature/negative_share": negative}
         return metrics | ({"curvature/signal": agreement / math.sqrt(new * old)} if new > 0 and old > 0 else {})
 

@@ -64,7 +64,7 @@ class TiledShards:
             runs_of_shard = [
                 MatrixRun(
                     matrix_slice.row,
-                    sums.first(name, matrix_slice),
+                    matrix_slice.first,
                     shard.offset + matrix_slice.start,
                     matrix_slice.stop - matrix_slice.start,
                 )

@@ -112,7 +112,7 @@ class MaskLLM(StartingMask):
             return dense * (shard.slice_of_flat(gradient) - 2 * reward * dense * weights.state.mask(shard))
 
         # Complete cut groups, and move the logits of every group along its gradient.
-        halo = weights.halo.exchange(weights.reader(of_mask), self._names(index))
+        halo = weights.halo.exchange(of_mask, self._names(index))
         for shard in self._chunks(index):
             grad_GM = weights.to_groups(shard, of_mask(shard), halo)
             choice_GK = choice(self._logits(shard), self._noise(shard, weights.step), scale, temperature)

@@ -89,6 +89,6 @@ class PeriodicMagnitudeMask(StartingMask):
     def _choose_again(self, index: int) -> None:
         weights = self.weights
         names = [name for name, shard in weights.shards.items() if shard.flat == index]
-        halo = weights.halo.exchange(weights.reader(self.score), names)
+        halo = weights.halo.exchange(self.score, names)
         for chunk in weights.chunks(names):
             weights.state.write_mask(chunk, weights.top(chunk, self.score(chunk), halo))

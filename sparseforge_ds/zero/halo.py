@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -112,11 +112,11 @@ class HaloExchange:
                     if holder == own_rank:
                         self.send[reader].append(span)
 
-    def exchange(self, read: Callable[[Span], Tensor], names: Collection[str] | None = None) -> Halo:
+    def exchange(self, read: Callable[[Shard], Tensor], names: Collection[str] | None = None) -> Halo:
         """Fetch the missing elements of this rank's shards. Collective if a group is cut on some rank, else free.
 
         Args:
-            read: function that returns the (stop - start,) fp32 values of a span that this rank holds.
+            read: function that returns the (numel,) fp32 values of a part of a shard of this rank.
             names: weights to exchange, the same on every rank; None for all.
 
         Returns:
@@ -130,7 +130,7 @@ class HaloExchange:
         send = [[span for span in spans if span.name in names] for spans in self.send]
         receive = [[span for span in spans if span.name in names] for spans in self.receive]
         # With optimizer offload the shards are on the host: one copy to the device and one back.
-        outgoing = [read(span) for spans in send for span in spans]
+        outgoing = [read(self.shards[span.name].part(span.start, span.stop)) for spans in send for span in spans]
         buffer = torch.cat(outgoing).to(device) if outgoing else torch.empty(0, device=device)
         send_sizes = [sum(span.stop - span.start for span in spans) for spans in send]
         receive_sizes = [sum(span.stop - span.start for span in spans) for spans in receive]
@@ -189,8 +189,4 @@ def cut_into_chunks(shard: Shard, period: int) -> list[Shard]:
     unit = period * ALIGNMENT // math.gcd(period, ALIGNMENT)
     size = max(unit, CHUNK - CHUNK % unit)
     bounds = [shard.start, *range(shard.start - shard.start % period + size, shard.stop, size), shard.stop]
-    return [
-        replace(shard, start=start, stop=stop, offset=shard.offset + start - shard.start)
-        for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
-        if stop > start
-    ]
+    return [shard.part(start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True) if stop > start]

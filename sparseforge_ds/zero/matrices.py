@@ -12,19 +12,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparseforge_ds.zero.halo import Span
 from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 
 @dataclass(frozen=True)
 class MatrixSlice:
-    """Elements of one matrix that lie in one shard."""
+    """Elements of one matrix that lie in a span: in a shard, or in other consecutive elements of a weight."""
 
     row: int
     """Row of the matrix in the table."""
     start: int
-    """First element, counted from the beginning of the shard."""
+    """First element, counted from the beginning of the span."""
     stop: int
-    """One past the last element, counted from the beginning of the shard."""
+    """One past the last element, counted likewise."""
+    first: int
+    """First element, counted from the beginning of the matrix."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    @property
+    def inside(self) -> slice:
+        """Range of the elements in the span."""
+        return slice(self.start, self.stop)
 
 
 class Matrices:
@@ -47,22 +60,28 @@ class Matrices:
         self.slices: dict[str, list[MatrixSlice]] = {}
         """Slices of matrices in this rank's shard of each weight, by weight name."""
         for name, shard in shards.items():
-            # Rows of the table, one for each matrix of the weight.
             count = counts[name]
-            size = math.prod(shard.shape) // count
             first = len(self.names)
             self.rows[name] = range(first, first + count)
             self.names += [name] if count == 1 else [f"{name}[{i}]" for i in range(count)]
-            # Slices of those matrices that the shard reaches into.
-            self.slices[name] = []
-            for number in range(shard.start // size, math.ceil(shard.stop / size)) if shard.numel else ():
-                start = max(number * size, shard.start) - shard.start
-                stop = min((number + 1) * size, shard.stop) - shard.start
-                self.slices[name].append(MatrixSlice(first + number, start, stop))
+            self.slices[name] = self.slices_of(shard)
 
     def size(self, name: str) -> int:
         """Return the number of elements of one of a weight's matrices."""
         return math.prod(self._shapes[name]) // len(self.rows[name])
+
+    def slices_of(self, span: Span | Shard) -> list[MatrixSlice]:
+        """Return the slices of those matrices that consecutive elements of a weight reach into."""
+        rows = self.rows[span.name]
+        size = self.size(span.name)
+        slices = []
+        for row in rows[span.start // size : -(-span.stop // size)] if span.start < span.stop else ():
+            # Elements of the matrix, counted in the flattened weight.
+            first = (row - rows.start) * size
+            start = max(span.start, first)
+            stop = min(span.stop, first + size)
+            slices.append(MatrixSlice(row, start - span.start, stop - span.start, start - first))
+        return slices
 
     def table(self, columns: int) -> Tensor:
         """Return (matrices, columns) fp64 zeros on the device of collectives."""

@@ -5,14 +5,12 @@ Groups that share a scale are completed over shard boundaries as groups of the p
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.quantization import quantized
-from sparseforge_ds.zero.halo import HaloExchange, Span
+from sparseforge_ds.zero.halo import HaloExchange
 from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 
@@ -43,7 +41,7 @@ class QuantizedMasters:
         """Do w <- Q(w) for the masters of a partition. Collective if a group is cut on some rank."""
         shards = self._halo.shards
         names = [name for name, shard in shards.items() if shard.flat == index]
-        halo = self._halo.exchange(self._read, names)
+        halo = self._halo.exchange(lambda shard: self._master(shard).float(), names)
         for chunk in (chunk for name in names for chunk in self._halo.chunks[name]):
             group = self._groups[chunk.name]
             axis = self._axes[chunk.name]
@@ -55,8 +53,3 @@ class QuantizedMasters:
 
     def _master(self, shard: Shard) -> Tensor:
         return shard.slice_of_flat(self._layout.flats[shard.flat].data)
-
-    def _read(self, span: Span) -> Tensor:
-        shard = self._halo.shards[span.name]
-        offset = shard.offset + span.start - shard.start
-        return self._master(replace(shard, start=span.start, stop=span.stop, offset=offset)).float()

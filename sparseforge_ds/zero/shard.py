@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,10 @@ class Shard:
     def slice_of_flat(self, flat: Tensor) -> Tensor:
         """Return a (numel,) view of the shard's elements in a tensor laid out like its master partition."""
         return flat.view(-1)[self.offset : self.offset + self.numel]
+
+    def part(self, start: int, stop: int) -> Shard:
+        """Return the elements [start, stop), counted in the flattened weight, of these."""
+        return replace(self, start=start, stop=stop, offset=self.offset + start - self.start)
 
 
 class ShardLayout(ABC):

@@ -77,7 +77,7 @@ def sampler(kind: str, forge: Any, config: Any) -> Any:
 
         def sample_sums(probe: Any, step: int, probes: int) -> dict[str, Tensor]:
             assert summed.refresh(batches_of(probe), step, probes)
-            running = RunningSums(context.matrices, context.shards)
+            running = RunningSums(context.empty_sums)
             running.take(*summed.finish(), torch.ones(len(context.matrices.names)))
             full = running.gather()
             return {name: full.weight_sums(name).clone() for name in context.shards}

@@ -85,10 +85,9 @@ def test_the_first_element_of_a_part_is_counted_in_its_own_matrix() -> None:
     sums, shards = of_rank(CUTS["in a row"], 1)
     parts = sums.matrices.slices["experts.gate_up_proj"]
     assert [part.row for part in parts] == [1, 2, 3, 4]
-    assert [sums.first("experts.gate_up_proj", part) for part in parts] == [3, 0, 0, 0]
+    assert [part.first for part in parts] == [3, 0, 0, 0]
     values = full("experts.gate_up_proj").view(-1)
     for part in parts:
-        first = sums.first("experts.gate_up_proj", part)
-        source = values[shards["experts.gate_up_proj"].start :][part.start : part.stop]
+        source = values[shards["experts.gate_up_proj"].start :][part.inside]
         matrix = values.view(-1, 10)[part.row]
-        assert torch.equal(source, matrix[first : first + part.stop - part.start])
+        assert torch.equal(source, matrix[part.first : part.first + part.numel])
