@@ -12,6 +12,7 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Cohere2Config,
     DeepseekV2Config,
     DeepseekV3Config,
@@ -29,6 +30,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -40,6 +42,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -108,6 +111,30 @@ def tiny_opt(seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """OPT with biases, a tied head, and project_in and project_out around a narrower embedding (as in 350M)."""
     sizes = {"ffn_dim": 64, "word_embed_proj_dim": 16, "dropout": 0.0, "init_std": 0.1, "tie_word_embeddings": True}
     return random_model(OPTConfig, seed, {**LLAMA_LIKE, **sizes, **overrides})
+
+
+def seeing_qwen3_5(seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Qwen3.5 with its vision model, of which the causal class takes the text alone; `overrides` go to the text."""
+    text = BUILDERS["qwen3_5_text"](**overrides).config
+    seeing = {"hidden_size": 16, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen3_5Config(
+        text_config=text.to_dict(),
+        vision_config={**seeing, "patch_size": 4, "num_position_embeddings": 16},
+        **{"image_token_id": 200, "video_token_id": 201, "vision_start_token_id": 202, "vision_end_token_id": 203},
+    )
+    torch.manual_seed(seed)
+    return AutoModelForImageTextToText.from_config(config)
+
+
+def seeing_llava(seed: int = 0) -> PreTrainedModel:
+    """Llama with a vision model, in a family without rows; its files have older names than its memory."""
+    seeing = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    seeing |= {"image_size": 8, "patch_size": 4, "projection_dim": 32}
+    vision = {"model_type": "clip_vision_model", **seeing}
+    torch.manual_seed(seed)
+    return AutoModelForImageTextToText.from_config(
+        LlavaConfig(text_config={"model_type": "llama", **LLAMA_LIKE}, vision_config=vision, image_token_index=63)
+    )
 
 
 def tiny_mixture(config: type[PreTrainedConfig], seed: int = 0, **overrides: Any) -> PreTrainedModel:

@@ -73,16 +73,31 @@ class Placement:
         self.shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         """Shapes of the model's tensors."""
         self._ties: dict[str, str] = model.all_tied_weights_keys
-        # Files may use saved names, the model's own, or those without the prefix of the base model.
+        # Files may use saved names, the model's own, those without the prefix of the base model, or older ones.
         places = saved_tensors(model_type, self.shapes)
         places |= {name: SavedTensor(name, 0, shape) for name, shape in self.shapes.items()}
         inner = f"{model.base_model_prefix}."
         places |= {name.removeprefix(inner): place for name, place in places.items() if name.startswith(inner)}
+        if others := [name for name in stored if name not in places]:
+            places |= self._renamed(model, others)
         self.places = {name: places[name] for name in stored if name in places}
         """Place of each tensor that has one, by its name in the files."""
         misfits = [name for name, place in self.places.items() if stored[name] != place.shape]
         self.misfit = _describe_misfit(misfits[0], stored, self.places) if misfits else None
         """Sentence about the first tensor that has another shape than its place; None if all fit."""
+
+    def _renamed(self, model: Any, names: Collection[str]) -> dict[str, SavedTensor]:
+        """Return the places of tensors that transformers renames on load, as in vision-language models."""
+        from sparseforge_ds.model.loading_targets import Targets
+        from sparseforge_ds.transformers_internals import get_model_conversion_mapping
+
+        targets = Targets(model, get_model_conversion_mapping(model))
+        found = {name: targets.find(name) for name in names}
+        return {
+            name: SavedTensor(memory_name, 0, self.shapes[memory_name])
+            for name, (memory_name, conversion) in found.items()
+            if conversion is None and memory_name in self.shapes
+        }
 
     def missing(self, converted: Collection[str] = ()) -> list[str]:
         """Return the names in memory of tensors that the files lack, or have a part of.

@@ -6,26 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3_5Config
+from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.cli.main import main
 from tests.end_to_end.test_train import flags_of, train
 from tests.tiny_folders import BYTE_VOCABULARY, deepspeed_json, write_model, write_text
-from tests.tiny_models import BUILDERS
+from tests.tiny_models import seeing_qwen3_5
 
 
 def test_the_export_is_a_model_of_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = BUILDERS["qwen3_5_text"](vocab_size=BYTE_VOCABULARY, bos_token_id=256, eos_token_id=257).config
-    seeing = {"hidden_size": 16, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
-    config = Qwen3_5Config(
-        text_config=text.to_dict(),
-        vision_config={**seeing, "patch_size": 4, "num_position_embeddings": 16},
-        **{"image_token_id": 200, "video_token_id": 201, "vision_start_token_id": 202, "vision_end_token_id": 203},
-    )
-    torch.manual_seed(0)
-    write_model(tmp_path / "model", AutoModelForImageTextToText.from_config(config))
+    model = seeing_qwen3_5(vocab_size=BYTE_VOCABULARY, bos_token_id=256, eos_token_id=257)
+    write_model(tmp_path / "model", model)
     write_text(tmp_path / "text.jsonl", documents=200)
     train(*flags_of(tmp_path, deepspeed_json(batch=4)))
     run = str(tmp_path / "run")

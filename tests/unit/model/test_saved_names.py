@@ -16,7 +16,7 @@ from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.model.family_table import FAMILIES
 from sparseforge_ds.model.saved_names import Placement, SavedTensor, saved_tensors
 from tests.sparse_folders import ModelSource, write_dense, write_sparse
-from tests.tiny_models import BUILDERS, MIXTURES, tiny_llama
+from tests.tiny_models import BUILDERS, MIXTURES, seeing_llava, tiny_llama
 
 
 @pytest.mark.parametrize("family", BUILDERS)
@@ -45,6 +45,17 @@ def test_one_of_tied_weights_is_enough() -> None:
         placement = Placement(model, "llama", stored)
         assert placement.misfit is None and placement.places.keys() == stored.keys()
         assert set(placement.missing()) == (tied if absent == tied else set())
+
+
+def test_what_transformers_renames_on_load_has_a_place(tmp_path: Path) -> None:
+    model = seeing_llava()
+    model.save_pretrained(tmp_path)
+    stored = {name: spec.shape for name, spec in TensorFolder(tmp_path).specs.items()}
+    assert "language_model.model.norm.weight" in stored
+    placement = Placement(model, "llava", stored | {"language_model.model.other": (1,)})
+    assert placement.places.keys() == stored.keys() and not placement.missing() and placement.misfit is None
+    stored["language_model.model.norm.weight"] = (1,)
+    assert "language_model.model.norm.weight has the shape (1,)" in str(Placement(model, "llava", stored).misfit)
 
 
 def test_names_of_unknown_families_are_what_they_are() -> None:
