@@ -34,6 +34,7 @@ from sparseforge_ds.export.source import (
     buffer_names,
     check_config,
     choose_dtype,
+    config_as_loaded,
     origin_sections,
     read_config_json,
     recorded_config,
@@ -78,7 +79,7 @@ class FolderSource(Source):
             )
         if self._exported and pattern is not None:
             raise ValueError(f"--pattern {pattern}: {path} has a sparsity.json, which says the pattern; leave it out")
-        stored_config = read_json_object(self.folder / "config.json")
+        stored_config = config_as_loaded(self.folder, read_json_object(self.folder / "config.json"))
         self._weights = StoredWeights(self.folder, stored_config)
         self.unused = self._weights.unused
         self.grid = self._weights.grid

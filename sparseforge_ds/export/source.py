@@ -225,11 +225,20 @@ def read_config_json(folder: Path) -> dict[str, Any]:
         config = without_quantization(config)
     if "quantization_config" in config:
         raise ValueError(f"{folder}/config.json: has a quantization_config, which the trained weights do not fit")
-    if "text_config" in config:
-        loaded = load_config(folder, str(folder))
-        is_whole = loaded.model_type == config.get("model_type")
-        return config if is_whole else without_quantization(json.loads(loaded.to_json_string()))
-    return config
+    loaded = config_as_loaded(folder, config)
+    return loaded if loaded is config else without_quantization(loaded)
+
+
+def config_as_loaded(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a config.json, or that of its text model's part if transformers takes that alone.
+
+    Raises:
+        ValueError: the config cannot be used.
+    """
+    if "text_config" not in config:
+        return config
+    loaded = load_config(folder, str(folder))
+    return config if loaded.model_type == config.get("model_type") else json.loads(loaded.to_json_string())
 
 
 def without_quantization(config: dict[str, Any]) -> dict[str, Any]:

@@ -61,19 +61,21 @@ class StoredWeights:
         """Dense shape and dtype of every weight."""
         if self._quantized:
             self.specs |= self._quantized.specs
+        self._counted = tensors.specs
         self.unused: list[str] = []
         """Names of tensors that transformers does not load."""
         if not (folder / "sparsity.json").is_file():
             self.specs, self.unused = divide(self.specs, config)
+            self._counted, _ = divide(tensors.specs, config)
 
     @property
     def size(self) -> Size:
-        """Bytes of all tensors; branches count among the weights or in an adapter."""
-        branches = {name: spec for name, spec in self._tensors.specs.items() if name.endswith(BRANCH)}
+        """Bytes of all tensors but the unused ones; branches count among the weights or in an adapter."""
+        branches = {name: spec for name, spec in self._counted.items() if name.endswith(BRANCH)}
         has_adapter = (self.folder / ADAPTER_TENSORS).is_file()
         adapter = TensorFolder(self.folder, ADAPTER_STEM).specs if has_adapter else {}
         return Size(
-            weights=sum(spec.nbytes for name, spec in self._tensors.specs.items() if name not in branches),
+            weights=sum(spec.nbytes for name, spec in self._counted.items() if name not in branches),
             branches=sum(spec.nbytes for spec in (*branches.values(), *adapter.values())),
             dense=sum(spec.nbytes for name, spec in self.specs.items() if name not in branches),
         )

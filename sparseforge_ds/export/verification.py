@@ -12,6 +12,7 @@ the table, a config.json that makes no model is a fault. For other families, not
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_file, tensor_byte
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import ADAPTER_CONFIG, ADAPTER_TENSORS, reject_foreign_adapter, require_adapter
 from sparseforge_ds.export.counting import WeightReport, chunk_size, count_not_finite
+from sparseforge_ds.export.source import config_as_loaded
 from sparseforge_ds.export.stored import Size, StoredWeights, listed_weights, reads_as
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
@@ -108,6 +110,8 @@ def check_folder(
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give a model")
     config = read_json_object(folder / "config.json")
+    with contextlib.suppress(ValueError):  # of a family that transformers does not know, names alone are checked
+        config = config_as_loaded(folder, config)
     sparsity = read_json_object(folder / "sparsity.json") if (folder / "sparsity.json").is_file() else {}
     if sparsity and exclude:
         raise ValueError(

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export import folder_source
 from sparseforge_ds.export.folder_source import FolderSource
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
+from sparseforge_ds.export.reference import filled_model
 from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.extras.packed24 import register_format
 from sparseforge_ds.mask.pattern import NM, top_n
 from tests.sparse_folders import bits, write_dense, write_sparse
+from tests.tiny_models import seeing_llava, seeing_qwen3_5
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
@@ -70,6 +73,7 @@ def test_what_transformers_does_not_load_is_neither_checked_nor_exported(
     assert f"{folder}: 3 tensors that transformers does not load are left out" in capsys.readouterr().out
     report = check_folder(folder)
     assert not report.violations and {row.name for row in report.rows} <= stored.keys()
+    assert report.size.weights == report.size.dense == sum(value.nbytes for value in stored.values())
     assert main(["export", str(folder), str(tmp_path / "out")]) == 0
     assert "3 tensors that transformers does not load are left out, the first is" in capsys.readouterr().out
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == stored.keys()
@@ -77,6 +81,28 @@ def test_what_transformers_does_not_load_is_neither_checked_nor_exported(
     other = write_dense(tmp_path / "other", "llama")
     assert main(["export", str(folder), str(tmp_path / "again"), "--model", str(other), "--skip_proof"]) == 0
     assert f"{folder}: 3 tensors that transformers does not load" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("build", [seeing_llava, seeing_qwen3_5])
+def test_a_model_that_also_sees_is_proved_by_the_names_that_transformers_gives_its_tensors(
+    tmp_path: Path, build: Callable[[], PreTrainedModel]
+) -> None:
+    """Llava is loaded under other names; of Qwen3.5 the text alone is loaded, and by the rows of its text model."""
+    folder = tmp_path / "elsewhere"
+    build().save_pretrained(folder)
+    names = [row.name for row in check_folder(folder, NM(2, 4)).rows]
+    stored = prune(folder, names)
+    report = check_folder(folder)
+    assert report.ok and report.size.weights == report.size.dense
+    text_alone = build is seeing_qwen3_5
+    assert text_alone == bool(report.unused) == all(".visual." in name for name in report.unused or ["none"])
+    assert not text_alone or all("_proj" in name for name in names)  # no convolution of linear attention
+    source = open_source(folder)
+    assert source.specs.keys() == stored.keys() - report.unused
+    loader = AutoModelForCausalLM if text_alone else AutoModelForImageTextToText
+    state = filled_model(source).state_dict()
+    for name, value in loader.from_pretrained(folder).state_dict().items():
+        assert torch.equal(value, state[name]), name
 
 
 @pytest.mark.parametrize("format", ["hf", "packed24"])

@@ -24,3 +24,9 @@ def test_halves_of_a_model_have_numbers_of_layers_of_their_own() -> None:
     assert divide(names, config) == (names, [])
     assert divide({**names, "layers.2.w": 0}, config)[1] == ["layers.2.w"]
     assert len(divide(names, {"num_hidden_layers": 3})[1]) == 2, "a decoder alone, like OPT's"
+
+
+def test_what_sees_is_no_part_of_a_text_model() -> None:
+    names = {"model.visual.w": 0, "vision_model.w": 1, "multi_modal_projector.w": 2, "model.language_model.w": 3}
+    assert divide(names, {"model_type": "llama4_text"}) == ({"model.language_model.w": 3}, list(names)[:3])
+    assert divide(names, {"model_type": "llama4", "text_config": {}}) == (names, [])
