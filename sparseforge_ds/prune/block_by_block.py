@@ -124,7 +124,7 @@ def prune(
     with progress.kept_on_error(len(blocks)):
         solved = []
         progress.require_room(
-            dtype.itemsize * elements_of(dense.module, blocks, progress.done),
+            _bytes_to_save(dense, blocks, progress.done),
             sum(spec.nbytes for spec in dense.specs.values()),
         )
         dense.require_finite()
@@ -190,10 +190,9 @@ def folder_of_blocks(out: Path) -> Path:
     return out.absolute().with_name(f"{out.name}.part")
 
 
-def elements_of(model: nn.Module, blocks: Sequence[DecoderBlock], done: Collection[int]) -> int:
-    """Return the elements of the blocks whose numbers are not in `done`."""
-    remaining = [model.get_submodule(block.name) for number, block in enumerate(blocks) if number not in done]
-    return sum(parameter.numel() for module in remaining for parameter in module.parameters())
+def _bytes_to_save(dense: DenseModel, blocks: Sequence[DecoderBlock], done: Collection[int]) -> int:
+    """Return the bytes of the files of the blocks whose numbers are not in `done`."""
+    return sum(dense.nbytes(f"{block.name}.") for number, block in enumerate(blocks) if number not in done)
 
 
 class _Run:
@@ -219,7 +218,7 @@ class _Run:
             block_start: settings, with the kind of mask.
             config: its pattern and seed are used.
             device: that computes.
-            dtype: in which the weights are stored.
+            dtype: of the model.
             progress: knows the blocks that are done.
         """
         self.dense = dense
@@ -236,7 +235,7 @@ class _Run:
         self.half = dtype != torch.float32
         stream_dtype = torch.bfloat16 if self.half else torch.float32
         shape = (*self.batches_NBS.shape, dense.hidden)
-        room_for_blocks = dtype.itemsize * elements_of(dense.module, blocks, progress.done)
+        room_for_blocks = _bytes_to_save(dense, blocks, progress.done)
         self.streams = make_streams(shape, stream_dtype, device, progress.folder, room_for_blocks)
 
     def prune_blocks(self) -> list[SolvedBlock]:

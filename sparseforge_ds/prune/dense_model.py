@@ -18,7 +18,7 @@ from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import build_model, load_config
 from sparseforge_ds.model.saved_names import Placement, SavedTensor
 from sparseforge_ds.model.sound_weights import require_float_weights
-from sparseforge_ds.model.stored_config import config_sha256
+from sparseforge_ds.model.stored_config import config_sha256, configured_dtype
 from sparseforge_ds.transformers_internals import no_init_weights
 
 Reader = Callable[[str], Tensor]
@@ -58,6 +58,10 @@ class DenseModel:
         self._parts_of: dict[str, dict[str, SavedTensor]] = {}
         for name, part in self.parts.items():
             self._parts_of.setdefault(part.memory_name, {})[name] = part
+        # Of two tied parameters, the files may have either.
+        for name, other in self.module.all_tied_weights_keys.items():
+            if name in self._parts_of:
+                self._parts_of.setdefault(other, self._parts_of[name])
 
     @property
     def hidden(self) -> int:
@@ -115,7 +119,7 @@ class DenseModel:
     def stored_dtypes(self, prefix: str) -> dict[str, torch.dtype]:
         """Return the dtype that the files have of each parameter below a prefix, by its name without it."""
         names = [name for name, _ in self.module.named_parameters() if name.startswith(prefix)]
-        return {name.removeprefix(prefix): self.dtype([name]) for name in names}
+        return {name.removeprefix(prefix): self._narrowest([name]) for name in names}
 
     def names(self, prefix: str, but: str | None = None) -> list[str]:
         """Return the names in memory that begin with `prefix`, and not with `but`."""
@@ -130,11 +134,24 @@ class DenseModel:
             module._buffers[leaf] = value
 
     def dtype(self, names: Iterable[str]) -> torch.dtype:
-        """Return the narrowest dtype that the files have of these names in memory.
+        """Return the dtype of config.json; without one, the narrowest that the files have of these names in memory.
 
         Raises:
             ValueError: a dtype that no export has.
         """
+        narrowest = self._narrowest(names)
+        if (configured := configured_dtype(self.stored_config)) is None:
+            return narrowest
+        if configured not in DTYPES:
+            raise ValueError(f"{self.folder}/config.json: dtype {configured!r}; use one of {', '.join(DTYPES)}")
+        return DTYPES[configured]
+
+    def nbytes(self, prefix: str) -> int:
+        """Return the bytes that the files have below a prefix in memory."""
+        return sum(self.specs[name].nbytes for name, part in self.parts.items() if part.memory_name.startswith(prefix))
+
+    def _narrowest(self, names: Iterable[str]) -> torch.dtype:
+        """Return the narrowest dtype that the files have of these names in memory; ValueError as of `dtype`."""
         stored_dtypes = {
             self.specs[stored_name].dtype for name in names for stored_name in self._parts_of.get(name, ())
         }
@@ -158,16 +175,13 @@ class DenseModel:
         """Return the part of the model that each tensor of the files is, by its name there.
 
         Raises:
-            ValueError: a tensor has another shape than the model of config.json gives it, or a parameter is missing. Of
-                two tied ones `load` needs the one that the other is tied to.
+            ValueError: a tensor has another shape than the model of config.json gives it, or a parameter is missing.
         """
         shapes = {name: spec.shape for name, spec in self.specs.items()}
         placement = Placement(self.module, self.stored_config.get("model_type"), shapes)
         if placement.misfit is not None:
             raise ValueError(f"{self.folder}: {placement.misfit}")
-        stored = {part.memory_name for part in placement.places.values()}
-        needed = set(self.module.all_tied_weights_keys.values()) - stored
-        missing = needed.union(placement.missing())
+        missing = set(placement.missing())
         for name, _ in self.module.named_parameters():
             if name in missing:
                 raise ValueError(f"{self.folder}: holds no {name}, which the model of its config.json needs")

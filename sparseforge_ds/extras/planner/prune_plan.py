@@ -18,7 +18,7 @@ from sparseforge_ds.extras.planner.prune_work import PruneWork
 from sparseforge_ds.mask.pattern import require_removing
 from sparseforge_ds.model.architecture import share_of_experts
 from sparseforge_ds.model.families import prunable_weights
-from sparseforge_ds.prune.block_by_block import BYTES_A_CHANNEL, elements_of
+from sparseforge_ds.prune.block_by_block import BYTES_A_CHANNEL
 from sparseforge_ds.prune.hidden_streams import SHARE, storage_for
 from sparseforge_ds.start.blocks import body_of, decoder_blocks
 from sparseforge_ds.start.first_mask import mask_for
@@ -170,7 +170,7 @@ def plan_prune(
         done=frozenset(done),
     )
     # Blocks that an earlier call has finished are on the disk already.
-    block_files = dtype.itemsize * elements_of(model, blocks, work.done)
+    block_files = dtype.itemsize * sum(sizes[block.name] for number, block in enumerate(blocks) if number not in done)
     # A GPU that is not here has its data sheet.
     if not isinstance(hardware, torch.device):
         name, mfu = hardware

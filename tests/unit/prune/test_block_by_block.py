@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
 from sparseforge_ds.mask.pattern import parse_pattern
@@ -23,6 +24,7 @@ from sparseforge_ds.prune.hidden_streams import make_streams
 from sparseforge_ds.prune.sequences import read_sequences
 from sparseforge_ds.start.blocks import Inputs, capture_inputs
 from tests.tiny_folders import write_model
+from tests.tiny_models import seeing_qwen3_5, tiny_llama
 
 
 @torch.no_grad()
@@ -86,6 +88,41 @@ def test_what_cannot_be_pruned_is_refused_before_a_block_is_trained(tmp_path: Pa
     weights[name][0, 0] = torch.nan
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     refused(f"{name} is not finite", BlockStartConfig(batch=1))
+
+
+def _narrow(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].half()
+    tensors["model.embed_tokens.weight"][0, 0] = 1e5
+
+
+def _only_head(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+
+@pytest.mark.parametrize(
+    ("build", "change"),
+    [
+        pytest.param(tiny_llama, _narrow, id="a weight of another dtype"),
+        pytest.param(partial(tiny_llama, tie_word_embeddings=True), _only_head, id="the head of two tied weights"),
+        pytest.param(seeing_qwen3_5, lambda tensors: None, id="a text model with the names of one that sees"),
+    ],
+)
+def test_what_transformers_loads_is_pruned(
+    tmp_path: Path, build: Callable[[], PreTrainedModel], change: Callable[[dict[str, torch.Tensor]], None]
+) -> None:
+    """Leave config.json its dtype, and everything but the pruned weights its values."""
+    build().save_pretrained(tmp_path / "dense")
+    weights = load_file(tmp_path / "dense" / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "dense" / "model.safetensors", {"format": "pt"})
+    settings = PruneSettings(SparseForgeConfig(), BlockStartConfig(epochs=0))
+    record = prune(tmp_path / "dense", tmp_path / "out", torch.arange(16).view(2, 8), settings).record
+    dense, pruned = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("dense", "out"))
+    assert record["dtype"] == "float32" and pruned.dtype == torch.float32
+    fused = {entry.get("fused_name", name) for name, entry in record["weights"].items()}
+    for name, value in pruned.state_dict().items():
+        assert torch.equal(value, dense.state_dict()[name]) == (name not in fused), name
+    assert not any(".visual." in name for name in record["dense"])
 
 
 @pytest.mark.parametrize("pattern", ["block16:.33203125", "block16"])
