@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -66,6 +67,8 @@ TERMINATED = 143
 NOT_READ = 141
 """Exit code after the reader of our output, such as `head`, has closed the pipe; also as shells have it."""
 _EXIT_CODES = "exit code: 0 done; 2 an error, printed as one line\n\n"
+_KEY = re.compile(r"\bsparseforge\.(?:start\.)?(\w+)(?: =)?")
+"""Key of the `sparseforge` block in an error; a command without a JSON sets `keys_are_flags`."""
 _SIZE = {"TQDM_NCOLS": 80, "TQDM_NROWS": 24}
 """Size for a terminal that does not tell its own, as in a container; tqdm would show no bar there."""
 
@@ -120,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = args.run(args)
         sys.stdout.flush()
     except ValueError as error:
-        return _fail(str(error))
+        return _fail(_with_flags(str(error)) if getattr(args, "keys_are_flags", False) else str(error))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush complains
         return NOT_READ
@@ -170,6 +173,11 @@ def set_up_bars() -> None:
     elif 0 in os.get_terminal_size(sys.stderr.fileno()):
         for variable, size in _SIZE.items():
             os.environ.setdefault(variable, str(size))
+
+
+def _with_flags(message: str) -> str:
+    """Return an error about a key of the `sparseforge` block as one about the flag of that name."""
+    return _KEY.sub(r"--\1", message).replace(" use null or ", " leave it out, or use ")
 
 
 def _fail(message: str) -> int:

@@ -62,7 +62,7 @@ def register(commands: Any) -> None:
     add("--seed", type=int, default=0, help="seed of the sample and of the search (default: 0)")
     add("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
     add("--workers", type=int, help="threads that write (default: one per processor, at most 8)")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, keys_are_flags=True)
 
 
 def run(args: argparse.Namespace) -> int:

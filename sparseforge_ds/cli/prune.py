@@ -71,7 +71,7 @@ def register(commands: Any) -> None:
     planned = "with --dry_run: plan for this GPU, which need not be here, such as h100; MODEL may be a hub id"
     add("--gpu", metavar="NAME", help=planned)
     add("--mfu", type=float, metavar="SHARE", help="with --gpu: share of its peak that is reached (default: 0.4)")
-    parser.set_defaults(run=run, cure_of_memory="lower --batch or --seq_length")
+    parser.set_defaults(run=run, keys_are_flags=True, cure_of_memory="lower --batch or --seq_length")
 
 
 def run(args: argparse.Namespace) -> int:

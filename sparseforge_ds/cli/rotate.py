@@ -45,7 +45,7 @@ def register(commands: Any) -> None:
     add("--steps", type=int, default=600, metavar="N", help="steps of the search (default: 600)")
     add("--seed", type=int, default=0, help="seed of the labels and of the search (default: 0)")
     add("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, keys_are_flags=True)
 
 
 def run(args: argparse.Namespace) -> int:

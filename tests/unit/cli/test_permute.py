@@ -119,6 +119,7 @@ def test_what_can_be_seen_before_the_search(command: str, tmp_path: Path, capsys
     for folder, options, message in (
         (dense, ["--seq_length", "65"], "--seq_length 65: the model has 64 positions; use 1 to 64"),
         (dense, ["--seq_length", "0"], "--seq_length 0: the model has 64 positions"),
+        (dense, ["--exclude", "none"], "--exclude: 'none' matches no weight"),
         (dense, ["--max_shard_size", "5 apples"], "--max_shard_size 5 apples: write a number of bytes"),
         (pruned, [], f"{command}: the weights are 2:4 already"),
     ):
