@@ -73,7 +73,12 @@ def take_inventory(folder: Path) -> Inventory:
         problem = str(error)
     # Without a pointer to the newest checkpoint, the last entry stands for it, with the reason.
     if newest is not None:
-        current = describe_checkpoint(newest)
+        try:
+            current = describe_checkpoint(newest)
+        except FileNotFoundError:
+            if newest.is_dir():
+                raise
+            return take_inventory(folder)  # a run has saved another, and removed this one
     elif entries:
         current = entries[-1]
         problem = problem or f"{folder / 'latest'}: no such file"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sparseforge_ds.checkpoint.inventory import take_inventory
+from sparseforge_ds.checkpoint import inventory as inventory_module
+from sparseforge_ds.checkpoint.inventory import SavedCheckpoint, describe_checkpoint, take_inventory
 from sparseforge_ds.checkpoint.manifest import FORMAT
 
 
@@ -42,6 +43,24 @@ def test_the_newest_is_the_current_one_whatever_deepspeed_says(checkpoints: Path
     inventory = take_inventory(checkpoints)
     assert inventory.current is not None and inventory.current.name == "step_000300" and inventory.problem is None
     assert "no *_model_states.pt" in (inventory.current.problem or "")
+
+
+def test_where_a_run_removes_the_newest_in_the_meantime_the_one_after_it_is_current(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described: list[str] = []
+
+    def saved_meanwhile(folder: Path) -> SavedCheckpoint:
+        described.append(folder.name)
+        if described.count("step_000200") == 2 and (checkpoints / "step_000200").exists():
+            (checkpoints / "step_000200").rename(checkpoints / "step_000300")
+            (checkpoints / "latest").write_text("step_000300")
+        return describe_checkpoint(folder)
+
+    monkeypatch.setattr(inventory_module, "describe_checkpoint", saved_meanwhile)
+    inventory = take_inventory(checkpoints)
+    assert inventory.current is not None and inventory.current.name == "step_000300"
+    assert [entry.name for entry in inventory.entries] == ["step_000100", "step_000300"]
 
 
 def test_a_file_that_is_cut_off_or_missing_makes_a_checkpoint_incomplete(checkpoints: Path) -> None:
