@@ -116,6 +116,18 @@ def atomic_folder(path: Path, temporary: Path | None = None, replace: bool = Fal
                 parent.rmdir()
 
 
+def require_writable(path: Path, who: str) -> None:
+    """Reject a folder that cannot be written into, before work starts.
+
+    Args:
+        path: of the folder; it and folders above it may be missing.
+        who: beginning of the error message.
+    """
+    present = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not os.access(present, os.W_OK):
+        raise ValueError(f"{who}: cannot be written, {present} does not allow it; give another place")
+
+
 def reserve(path: Path, size: int) -> None:
     """Make a file exactly so large, with all its room taken: a full disk would end a process that maps it by SIGBUS.
 

@@ -9,11 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.checkpoint.disk import atomic_file, finite, write_json
+from sparseforge_ds.checkpoint.disk import atomic_file, finite, require_writable, write_json
 from sparseforge_ds.cli.export import DTYPES
 from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
-from sparseforge_ds.cli.printing import require_writable
 
 _EPILOG = """\
 All models are loaded into this process and measured in turns, on the GPU where there is one. Run nothing else

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.checkpoint.disk import finite, measurements_text, write_json
+from sparseforge_ds.checkpoint.disk import finite, measurements_text, require_writable, write_json
 from sparseforge_ds.checkpoint.printable_text import printable as printable
 
 _REPORT_KEYS = ({"model", "one_shot", "dtype"}, {"ok", "pattern", "violations"})
@@ -74,15 +74,3 @@ def _is_stream(path: Path) -> bool:
     """Return True if a report is written into this path, a terminal, pipe or device, instead of replacing it."""
     is_device = path.absolute().parent in (Path("/dev"), Path("/dev/fd"))  # /dev/shm has files like any other folder
     return path.exists() and not path.is_dir() and (is_device or not path.is_file())
-
-
-def require_writable(path: Path, who: str) -> None:
-    """Reject a folder that cannot be written into, before work starts.
-
-    Args:
-        path: of the folder; it and folders above it may be missing.
-        who: beginning of the error message.
-    """
-    present = next(parent for parent in (path, *path.parents) if parent.exists())
-    if not os.access(present, os.W_OK):
-        raise ValueError(f"{who}: cannot be written, {present} does not allow it; give another place")

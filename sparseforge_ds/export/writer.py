@@ -6,6 +6,7 @@ the size of a file, unlike that of `safetensors.torch.save_file`, which takes al
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import os
@@ -22,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
-from sparseforge_ds.checkpoint.disk import atomic_folder, write_json
+from sparseforge_ds.checkpoint.disk import atomic_folder, require_writable, write_json
 from sparseforge_ds.checkpoint.folder import check_outside_checkpoints
 from sparseforge_ds.checkpoint.tensors import DTYPE_NAMES, TensorSpec, tensor_bytes
 from sparseforge_ds.export.workers import each
@@ -43,12 +44,10 @@ def unfinished_folder(out: str | Path) -> Iterator[Path]:
     """
     require_free(out)
     out = Path(out).absolute()
-    name = f".{out.name}.{socket.gethostname()}."
-    temporary = out.parent / f"{name}{os.getpid()}.tmp"
+    temporary = out.parent / f"{_prefix(out)}{os.getpid()}.tmp"
     try:
-        for leftover in out.parent.glob(f"{glob.escape(name)}*.tmp"):
-            process = leftover.name.removeprefix(name).removesuffix(".tmp")
-            if process.isdecimal() and not psutil.pid_exists(int(process)):
+        for leftover, process in _temporary_folders(out).items():
+            if not psutil.pid_exists(process):
                 shutil.rmtree(leftover)
         with atomic_folder(out, temporary) as folder:
             yield folder
@@ -57,6 +56,8 @@ def unfinished_folder(out: str | Path) -> Iterator[Path]:
             raise
         raise ValueError(str(error).replace(str(temporary), str(out))) from None
     except (OSError, SafetensorError) as error:
+        if getattr(error, "errno", None) in (errno.ENOTEMPTY, errno.EEXIST) and out.exists():
+            raise ValueError(f"{out}: another process has written it meanwhile; give another name") from None
         # An error of a copy names its source first, and its target too.
         paths = (getattr(error, "filename", None), getattr(error, "filename2", None))
         files = [Path(os.fsdecode(path)) for path in paths if path is not None]
@@ -64,6 +65,20 @@ def unfinished_folder(out: str | Path) -> Iterator[Path]:
             raise ValueError(f"{files[0]}: {getattr(error, 'strerror', error)}; nothing was written") from None
         cause = str(error).replace(str(temporary), str(out))
         raise ValueError(f"{out}: cannot be written ({cause}); nothing was left behind") from None
+
+
+def _prefix(out: Path) -> str:
+    """Return the beginning of the names that folders of this machine have until they are called `out`."""
+    return f".{out.name}.{socket.gethostname()}."
+
+
+def _temporary_folders(out: Path) -> dict[Path, int]:
+    """Return the unfinished folders of this machine that are going to be called `out`, with the id of their process."""
+    prefix = _prefix(out)
+    folders = {
+        folder: folder.name[len(prefix) : -len(".tmp")] for folder in out.parent.glob(f"{glob.escape(prefix)}*.tmp")
+    }
+    return {folder: int(process) for folder, process in folders.items() if process.isdecimal()}
 
 
 def _is_written(file: Path, out: Path, temporary: Path) -> bool:
@@ -85,6 +100,13 @@ def require_free(out: str | Path) -> None:
         )
     if out.is_mount():
         raise ValueError(f"{out}: a file system is mounted there, which a folder cannot replace; give a name inside it")
+    require_writable(out.parent, str(out))
+    for temporary, process in _temporary_folders(out).items():
+        if process != os.getpid() and psutil.pid_exists(process):
+            raise ValueError(
+                f"{out}: process {process} writes it at the moment; give another name, or remove {temporary} if that "
+                "process is another program"
+            )
 
 
 def write_tensors(

@@ -95,13 +95,45 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     host = socket.gethostname()
     for process in (ended.pid, os.getpid()):  # a container may give out the same id again
         (tmp_path / f".out.{host}.{process}.tmp").mkdir()
-    other_values = [f".out.{host}.1.tmp", f".out.{host}.x.tmp", ".out.elsewhere.99999.tmp", f".out2.{host}.99999.tmp"]
+    other_values = [f".out.{host}.x.tmp", ".out.elsewhere.99999.tmp", f".out2.{host}.99999.tmp"]
     for other in other_values:
         (tmp_path / other).mkdir()
     with unfinished_folder(tmp_path / "out") as folder:
         (folder / "a").write_text("a")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*other_values, "out"])
     assert (tmp_path / "out" / "a").read_text() == "a"
+
+
+def test_of_two_processes_that_write_one_folder_the_later_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    temporary = tmp_path / f".out.{socket.gethostname()}.{os.getppid()}.tmp"
+    temporary.mkdir()
+    for refuse in (require_free, lambda out: unfinished_folder(out).__enter__()):
+        with pytest.raises(ValueError, match=f"^{out}: process {os.getppid()} writes it at the moment; give another"):
+            refuse(out)
+    temporary.rmdir()
+    # The other may also begin at the same time, or be on another machine.
+    with (
+        pytest.raises(ValueError, match=f"^{out}: another process has written it meanwhile; give another name$"),
+        unfinished_folder(out) as folder,
+    ):
+        (folder / "a").write_text("a")
+        out.mkdir()
+        (out / "b").write_text("b")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "b"]
+
+
+def test_a_place_that_allows_no_writing_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append((path, mode)))
+    out = tmp_path / "new" / "out"
+    with pytest.raises(
+        ValueError, match=f"^{out}: cannot be written, {tmp_path} does not allow it; give another place"
+    ):
+        require_free(out)
+    assert asked == [(tmp_path, os.W_OK)]
 
 
 def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
