@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,10 @@ def read_results(paths: Iterable[str | Path], folder: Path, name: str | None = N
     for path in paths:
         if not Path(path).exists():
             raise ValueError(f"--results {path}: no such file; give what sparseforge evaluate writes by --json")
-        content = read_json_object(Path(path))
+        try:
+            content = read_json_object(Path(path))
+        except ValueError as error:
+            raise ValueError(f"--results {error}; give what sparseforge evaluate writes by --json") from None
         try:
             results += _results_in(content)
         except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
@@ -44,7 +48,8 @@ def read_results(paths: Iterable[str | Path], folder: Path, name: str | None = N
         if not {"perplexity", "zero_shot", "generation"} & content.keys():
             raise ValueError(f"--results {path}: is no result of sparseforge evaluate; give what it writes by --json")
         if (mismatch := _mismatch(content, folder, name)) is not None:
-            raise ValueError(f"--results {path}: {mismatch}; give what sparseforge evaluate {folder} writes by --json")
+            command = f"sparseforge evaluate {shlex.quote(str(folder))}"
+            raise ValueError(f"--results {path}: {mismatch}; give what {command} writes by --json")
     return results
 
 

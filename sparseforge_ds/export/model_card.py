@@ -67,10 +67,12 @@ def make_card(
     sections = origin_sections(folder / "sparsity.json", record)
     run = sections["run"]
     pattern = str(parse_pattern(str(record.get("pattern"))))
-    # The run's own score comes first, and only once.
+    # The run's own score comes first, and each only once.
     of_run = result_of_run(run.get("evaluation"))
-    measured_later = (result for result in results if result not in of_run and _is_number(result.metric_value))
-    all_results = [*of_run, *measured_later]
+    all_results = list(of_run)
+    for result in results:
+        if result not in all_results and _is_number(result.metric_value):
+            all_results.append(result)
     loader = _loader(folder, config)
     # Metadata that the hub reads.
     model = base_model or run.get("model")

@@ -145,7 +145,7 @@ def test_scores_and_license_stay_in_a_new_card(folder: Path, tmp_path: Path, mon
     for again in ((), ("--push", "owner/made"), ("--license", "mit")):
         assert main(["card", str(folder), *again]) == 0
         assert said() == ("mit" if "mit" in again else "apache-2.0", [of_run, added])
-    assert main(["card", str(folder), "--results", result(11.5)]) == 0
+    assert main(["card", str(folder), "--results", result(11.5), result(11.5)]) == 0
     assert said() == ("mit", [of_run, ("wikitext2", 11.5)]), "new results in place of old ones"
 
 
@@ -305,6 +305,7 @@ def test_files_that_are_no_export_or_no_result_are_refused(
     (tmp_path / "other.json").write_text('{"steps": 3}')
     scored = {"text": "wikitext2", "perplexity": 10**400}
     huge = write_json(tmp_path / "huge.json", {"model": str(folder), "perplexity": scored})
+    (text := tmp_path / "a b.txt").write_text("no JSON")
     for arguments, message in (
         ([str(tmp_path)], "has no sparsity.json"),
         ([str(folder), "--results", str(tmp_path / "other.json")], "is no result of"),
@@ -312,6 +313,8 @@ def test_files_that_are_no_export_or_no_result_are_refused(
             [str(folder), "--results", "nothere.json"],
             "--results nothere.json: no such file; give what sparseforge eval",
         ),
+        ([str(folder), "--results", str(text)], f"--results {text}: not a readable JSON file (Expecting value"),
+        ([str(folder), "--results", str(text)], "; give what sparseforge evaluate writes by --json"),
         ([str(folder), "--results", str(huge)], f"--results {huge}: damaged (OverflowError("),
         ([str(folder), "--private"], "--private: it belongs to --push"),
         ([str(folder), "--push", "name"], "--push name: give owner/name"),
