@@ -8,6 +8,7 @@ rows, every matrix of a numbered layer.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,7 @@ class FolderSource(Source):
         """
         pattern = NM(2, 4) if pattern_name is None else require_removing(parse_pattern(pattern_name))
         report = check_folder(self.folder, pattern, workers, exclude)
+        command = f"sparseforge verify {shlex.quote(str(self.folder))}"
         if report.violations or report.missing or not report.rows:
             worst = max(report.rows, key=lambda row: row.violations, default=None)
             example = (
@@ -184,11 +186,11 @@ class FolderSource(Source):
             )
             raise ValueError(
                 f"{self.folder}: has no sparsity.json, and is not {pattern} as it is: {(*report.missing, example)[0]}; "
-                f"run `sparseforge verify {self.folder} --pattern {pattern}` to see every weight. `sparseforge export` "
+                f"run `{command} --pattern {shlex.quote(str(pattern))}` to see every weight. `sparseforge export` "
                 "takes --exclude for weights that are dense, and --pattern; `sparseforge prune` prunes a dense model"
             )
         if report.notes:
-            raise ValueError(f"{self.folder}: {report.notes[0]}; run `sparseforge verify {self.folder}` to see all")
+            raise ValueError(f"{self.folder}: {report.notes[0]}; run `{command}` to see all")
         # Everything else about the folder is unknown.
         rows = {name: {"shape": list(spec.shape)} for name, spec in self._weights.specs.items()}
         weights = {row.name: {**rows.pop(row.name), "input_axis": row.input_axis} for row in report.rows}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -70,7 +71,7 @@ def export(
     if failure is not None:
         raise ValueError(
             f"{out} is written{'' if skip_proof else ' and proved'}, and stays; but what rounding costs could not be "
-            f"measured: {failure}; measure it by sparseforge evaluate {out} --dense DENSE --text TEXT"
+            f"measured: {failure}; measure it by sparseforge evaluate {shlex.quote(str(out))} --dense DENSE --text TEXT"
         )
     return record
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,7 +102,7 @@ class SavingMixin(_Trainer):
         if (parts := lost_parts(self.model)) is not None:
             raise ValueError(
                 f"{method}: {would_lose(parts)}; make it from the newest checkpoint: sparseforge consolidate "
-                f"{self.args.output_dir} OUT"
+                f"{shlex.quote(str(self.args.output_dir))} OUT"
             )
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:

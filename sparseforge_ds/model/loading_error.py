@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -49,7 +50,7 @@ def describe_lost_parts(names: Iterable[str], folder: object) -> str | None:
     if branches := [key for key in names if key.endswith(BRANCH)]:
         return (
             f"has low-rank branches, {min(branches)} among them, which transformers leaves out; write the whole model: "
-            f"sparseforge consolidate {folder} OUT"
+            f"sparseforge consolidate {shlex.quote(str(folder))} OUT"
         )
     if factors := [key for key in names if key.endswith(f".{SCALE}")]:
         return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -98,7 +99,7 @@ def find_model(name: str, flag: str) -> Pretrained:
     if is_packed_config({"quantization_config": stored}):
         raise ValueError(
             f"{flag} {name}: its weights are packed 2:4, which cannot be trained; unpack it first: sparseforge export "
-            f"{name} DENSE --format hf"
+            f"{shlex.quote(name)} DENSE --format hf"
         )
     if stored and not is_only_pruned({"quantization_config": stored}):
         raise ValueError(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from sparseforge_ds.transformers_internals import WHERE
 
 ROOT = Path(__file__).resolve().parents[2]
+_ADVICE = re.compile(r"sparseforge [a-z]+ $")
+"""End of the words before the first argument of a command in a message."""
 PACKAGE = {path: ast.parse(path.read_text()) for path in (ROOT / "sparseforge_ds").rglob("*.py")}
 TESTS = {path: ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("*.py")}
 NAMES_OF_OTHERS = {"_config", "_forward_hooks", "_model_generate", "_prepare_inputs", "_save", *WHERE}
@@ -109,3 +113,15 @@ def test_a_file_name_is_one_thing() -> None:
     """A command may have the name of what it runs; nothing else shares one."""
     names = Counter(path.name for path in PACKAGE if path.parent.name != "cli" and path.name != "__init__.py")
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_a_command_that_is_advised_works_for_a_path_with_spaces() -> None:
+    """A message quotes the path, or has a name for words that were quoted before."""
+    unquoted = []
+    for path, tree in PACKAGE.items():
+        for node in ast.walk(tree):
+            for before, value in pairwise(node.values) if isinstance(node, ast.JoinedStr) else ():
+                is_argument = isinstance(before, ast.Constant) and _ADVICE.search(before.value)
+                if is_argument and "quote" not in ast.unparse(value) and ast.unparse(value) != "{run}":
+                    unquoted.append(f"{path}:{node.lineno}")
+    assert unquoted == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import platform
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -120,7 +121,7 @@ def not_packed(name: str) -> ValueError:
     """Return the error about a model that is not packed."""
     return ValueError(
         f"{name}: none of its weights is packed, so there is nothing to compare; pack them by sparseforge export "
-        f"{name} PACKED --format packed24"
+        f"{shlex.quote(name)} PACKED --format packed24"
     )
 
 

@@ -240,12 +240,14 @@ def test_another_pattern_from_elsewhere_is_exported_by_its_name(
 def test_what_is_not_2_4_is_refused_before_anything_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = write_dense(tmp_path / "elsewhere", "llama")
+    folder = write_dense(tmp_path / "else where", "llama")
     names = [row.name for row in check_folder(folder, NM(2, 4)).rows if row.name != DOWN]
     prune(folder, names)
     assert main(["export", str(folder), str(tmp_path / "out"), "--format", "packed24"]) == 2
     errors = capsys.readouterr().err
-    assert f"is not 2:4 as it is: 512 of 512 groups of {DOWN}; run `sparseforge verify" in errors
+    assert (
+        f"is not 2:4 as it is: 512 of 512 groups of {DOWN}; run `sparseforge verify '{folder}' --pattern 2:4`" in errors
+    )
     # A weight that was left dense on purpose.
     dense = ["--exclude", "*layers.0.mlp.down_proj*"]
     assert main(["verify", str(folder), "--json", "no/x.json", *dense]) == 2

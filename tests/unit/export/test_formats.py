@@ -221,12 +221,13 @@ def test_a_proved_folder_stays_where_it_cannot_be_measured(
         torch.empty(10**15)
 
     monkeypatch.setattr(perplexity, "measure", fail)
-    out = tmp_path / "out"
+    out = tmp_path / "the out"
     command = ["export", str(sparse), str(out), "--format", "packed24", "--values", "int8", "--text", str(text)]
     assert main(command) == 2
     message = f"{out} is written and proved, and stays; but what rounding costs could not be measured: "
     said = capsys.readouterr().err
     assert message in said and "allocate memory" in said and said.count("error: ") == 1
+    assert f"measure it by sparseforge evaluate '{out}' --dense DENSE" in said
     assert main(["verify", str(out)]) == 0
     assert "compared" not in json.loads((out / "sparsity.json").read_text())
 
