@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     )
     block = {"method": "naive_retrain", "pattern": args.pattern, "exclude": args.exclude, "seed": args.seed or 0}
     settings = PruneSettings(SparseForgeConfig.from_dict(block), block_start, args.any_family, args.text)
-    shard_bytes = parse_size(args.max_shard_size)
+    parse_size(args.max_shard_size)  # before work that ends in files of that size
     _require_dry_run(args)
     require_free(args.out)
     if args.gpu is None:  # a plan for another machine needs no text
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"note: {args.text} has {text.numel():,} of the {args.tokens:,} tokens that were asked for")
 
     # Prune.
-    result = prune(args.model, args.out, text, settings, device, shard_bytes)
+    result = prune(args.model, args.out, text, settings, device, args.max_shard_size)
     weights = result.record["weights"].values()
     print(
         f"{args.out}: {len(weights)} weights in {result.record['pattern']}, "

@@ -18,11 +18,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
-from sparseforge_ds.export.model_card import write_card
-from sparseforge_ds.export.model_folder import write_model
-from sparseforge_ds.export.writer import NO_LIMIT, require_free, unfinished_folder
+from sparseforge_ds.export.formats import export
+from sparseforge_ds.export.writer import require_free
 from sparseforge_ds.mask.pattern import require_removing
 from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.families import PrunableWeight, coverage, prunable_weights
@@ -93,7 +91,7 @@ def prune(
     sequences_NS: Tensor,
     settings: PruneSettings,
     device: torch.device | str = "cpu",
-    max_shard_bytes: int = NO_LIMIT,
+    max_shard_size: str = "5GB",
     workers: int | None = None,
 ) -> Pruned:
     """Prune the model in `folder`, and write `out` when it is complete and verified.
@@ -107,7 +105,7 @@ def prune(
         sequences_NS: token ids.
         settings: decide the result.
         device: that computes.
-        max_shard_bytes: most bytes of a file.
+        max_shard_size: most bytes of a file, such as "5GB".
         workers: threads that write.
 
     Raises:
@@ -149,10 +147,8 @@ def prune(
         },
     }
     results = PrunedSource(dense, progress.results(), weights, config.parsed_pattern, dtype, record)
-    with progress.kept_on_error(len(blocks)), unfinished_folder(out) as unfinished:
-        written = write_model(results, unfinished, max_shard_bytes=max_shard_bytes, workers=workers)
-        write_json(unfinished / "sparsity.json", written)
-        write_card(unfinished)
+    with progress.kept_on_error(len(blocks)):
+        written = export(results, out, max_shard_size=max_shard_size, workers=workers, skip_proof=True)
     progress.remove()
     return Pruned(tuple(solved), tokens, time.monotonic() - began, written)
 

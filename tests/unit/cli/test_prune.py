@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, JetMoeConfig, JetMoeForCausalLM
 
 from sparseforge_ds.cli.main import main
+from sparseforge_ds.export import formats
 from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.prune import block_by_block
 from tests.tiny_folders import BYTE_VOCABULARY, write_model, write_text
@@ -178,7 +179,7 @@ def test_blocks_that_are_done_are_kept_where_the_export_fails(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(block_by_block, "write_model", fail)
+        patch.setattr(formats, "write_model", fail)
         assert main(words) == 2
     captured = capsys.readouterr()
     assert "out.part: 2 of 2 blocks are done; the same command goes on from there" in captured.out
@@ -212,7 +213,7 @@ def test_blocks_that_are_done_need_no_more_room(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(block_by_block, "write_model", fail)
+        patch.setattr(formats, "write_model", fail)
         assert main(words) == 2
     room = int(1.1 * (dense / "model.safetensors").stat().st_size)
     usage = shutil.disk_usage(tmp_path)
