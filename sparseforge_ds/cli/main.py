@@ -67,7 +67,7 @@ TERMINATED = 143
 NOT_READ = 141
 """Exit code after the reader of our output, such as `head`, has closed the pipe; also as shells have it."""
 _EXIT_CODES = "exit code: 0 done; 2 an error, printed as one line\n\n"
-_KEY = re.compile(r"\bsparseforge\.(?:start\.)?(\w+)(?: =)?")
+_KEY = re.compile(r"\bsparseforge\.(?!json\b)(?:start\.)?(\w+)(?: =)?")
 """Key of the `sparseforge` block in an error; a command without a JSON sets `keys_are_flags`."""
 _SIZE = {"TQDM_NCOLS": 80, "TQDM_NROWS": 24}
 """Size for a terminal that does not tell its own, as in a container; tqdm would show no bar there."""
