@@ -39,7 +39,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class SparseForge:
-    """Trainer of N:M masks beside the weights of an engine, by the method of its config; at the end they are frozen.
+    """N:M masks on the weights of an engine. The method of the config moves them, and freezes them in the end.
 
     Call `step` after every `engine.step`. Masks and dense weights are state of the engine's optimizer, and so is a
     curvature by elements. This object holds the step count, row and column sums, and what can be recomputed.
@@ -135,7 +135,8 @@ class SparseForge:
         """Make a fresh run ready: shift weights into branches, then choose masks or train blocks, as the config asks.
 
         Args:
-            probe: as in `step`; needed by `start`, and by a starting mask of anything but `magnitude`.
+            probe: as in `step`; needed for a block-wise start, and for a starting mask by another importance than
+                `magnitude`.
 
         Raises:
             ValueError: a probe is needed, and there is none, or blocks would be trained on one micro-batch alone.
@@ -157,9 +158,10 @@ class SparseForge:
         self._call_in_progress = None
 
     def loss_divided_by(self, divisor: float, micro_batches: int | None = None) -> None:
-        """Set the divisor of a loss before its backward pass, if it is not the mean over all tokens of a micro-batch.
+        """Set the divisor of a loss that is not the mean over all tokens of its micro-batch, before its backward pass.
 
-        With padding or labels of -100 it is not. By the divisor, the curvature weighs all trained tokens alike.
+        A loss with padding or labels of -100 is no such mean. The divisor lets the curvature weigh all trained tokens
+        alike.
 
         Args:
             divisor: number that the loss divides its sum over tokens by. For a mean over the tokens of a whole step it
@@ -179,13 +181,13 @@ class SparseForge:
                 (`ProbeBatches`). It is called only when an update is due, and leaves no trace.
 
         Returns:
-            True if `metrics` are those of an update in this step. Methods whose masks move in every step report only
-            some of them.
+            True if `metrics` are those of an update in this step. A method whose masks move in every step reports only
+            some of its updates.
 
         Raises:
             ValueError: an update needs a probe, and there is none.
-            ForgeError: an engine step was not followed by this call, this call by no engine step, a call before has
-                broken off, or the curvature of a weight is missing.
+            ForgeError: this call is missing after an earlier engine step, no engine step was made since the last call,
+                an earlier call broke off, or the curvature of a weight is missing.
         """
         self._require_finished()
         # Return at once if no step was made: gradients still accumulate, or fp16 overflowed.
@@ -213,7 +215,7 @@ class SparseForge:
             )
         self._call_in_progress = "forge.step"
         self.sharded.step += 1
-        # A loop of its own may have forgotten to say how long it is; a continued run may be meant to be longer.
+        # A user's loop may not have said how many steps it makes. A continued run may be longer on purpose.
         is_past_end = self.step_count == self.config.max_steps + 1
         if is_past_end and not self._saved.loaded and self.sharded.layout.rank == 0:
             _LOG.warning(
@@ -330,8 +332,8 @@ class SparseForge:
 
         Raises:
             ValueError: the checkpoint was made with another configuration, model or optimizer, or cannot be read; all
-                ranks raise it. Nothing has changed then, except if the pattern check of a frozen run fails, which comes
-                last.
+                ranks raise it. Nothing has changed then, unless the pattern of a frozen run is wrong: that is checked
+                last, after its weights were loaded.
             ForgeError: a step of the optimizer or a probe broke off, and the engine holds a part of it.
         """
         self._require_sound_engine()
@@ -409,7 +411,7 @@ class SparseForge:
         self.sharded.layout.push()
 
     def _release_if_due(self) -> None:
-        """Keep one bit a weight once masks are frozen for good, and let the optimizer train the masters."""
+        """Note whether masks are frozen; at the release keep one bit a weight, and train the masters."""
         self.sharded.state.frozen = self.step_count >= self.schedule.freeze_step
         if self.step_count == self.config.release_step:
             self.sharded.state.release()

@@ -199,7 +199,7 @@ class SparseForgeConfig:
 
     @property
     def release_step(self) -> int:
-        """Return the step after which masks are frozen for good, and one bit a weight is kept."""
+        """Return the step of the release: masks are frozen, and branches have started from what masks remove."""
         return max(self.resolved_schedule.freeze_step, self.branch_step, 0)
 
     @property

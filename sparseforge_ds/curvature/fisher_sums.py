@@ -5,9 +5,9 @@ tokens of g_to^2 x_ti^2, and a score by row and column sums (`mask.factored`) ne
 
     row sums   sum_t g_to^2 |x_t|^2        column sums   sum_t x_ti^2 |g_t|^2
 
-They cost O(T (in + out)), so hooks can listen to the ordinary passes of training, all micro-batches of a step: no pass
-of its own, the least noise that a step offers, and a result that depends on the sequences of the step and not on how
-they were divided. One reduction serves all layers. Experts have sums of their own, over the tokens that they saw.
+They cost O(T (in + out)), so hooks can measure them in training's own passes, in all micro-batches of a step. This
+takes no extra pass, and averages over all tokens of a step. The result depends on the sequences of the step, and not on
+how they were divided. One reduction serves all layers. Experts have sums of their own, over the tokens that they saw.
 
 Legend of shape suffixes: T tokens, S rows sorted by expert, E experts, O outputs, I inputs.
 """
@@ -106,7 +106,7 @@ class FisherSums(SumsEstimator):
     def _factor(self, name: str, tokens: int) -> float:
         """Count the tokens of a micro-batch, and return the factor of squared gradients of them.
 
-        The loss is a sum over tokens divided by `divisor`, so a token's own gradient is `divisor` times as large.
+        The loss is a sum over tokens divided by `divisor`. A token's own gradient is `divisor` times the measured one.
         """
         divisor = tokens if self.divisor is None else self.divisor
         self._tokens[name] += divisor if self.counted is None else self.counted

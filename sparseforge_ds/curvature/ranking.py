@@ -102,7 +102,7 @@ class Ranking:
             moments = torch.zeros(len(weights.matrices.names), MOMENTS, dtype=torch.float64, device=shard_device)
         else:
             moments = tiled.moments(factors)
-        # Until the scaling is known, `scaling` holds the moments: `per_matrix` yields the row to add to.
+        # The moments stand in for the scaling until it is known, so that `per_matrix` yields each matrix's row of them.
         inputs = ScoreInputs(weights.matrices, moments)
         inputs.factors = factors
         for chunk in weights.chunks(None if tiled is None else tiled.rest):

@@ -50,7 +50,7 @@ class MaskMethod:
 
     @property
     def needs_previous_weights(self) -> bool:
-        """True if publishing the step that begins needs W as it is now."""
+        """True if publishing the step in progress needs W as it was before the step."""
         return self.weights.state.frozen and not self.weights.state.released
 
     def require_start_probe(self, probe: Closure | ProbeBatches | None) -> None:
@@ -84,7 +84,8 @@ class MaskMethod:
         dense = dense.view(-1)
         for chunk in chunks(mask):
             effective = values_of(mask[chunk])
-            if before is not None:  # a branch will start from what a frozen mask removes, so keep that still
+            # A branch will start from the weights that a frozen mask removes: undo the step for these.
+            if before is not None:
                 dense[chunk] = torch.where(effective != 0, dense[chunk], before.view(-1)[chunk])
             publish(dense[chunk], effective, out.view(-1)[chunk])
 
@@ -115,7 +116,8 @@ class MaskMethod:
         self.written_masters = ()
         for index in self.weights.state.flats:
             dense = self.weights.state.separate_dense(index)
-            if dense is not None and index not in written:  # without a separate W the master is W
+            # Where W is not kept beside the master, the master is W, and there is nothing to write.
+            if dense is not None and index not in written:
                 self.write_master(index, dense, None, self.weights.step, hard)
 
     def before_step(self, index: int, gradient: Tensor, param_group: dict[str, Any]) -> Tensor | None:

@@ -64,7 +64,10 @@ class SoftMask(MaskMethod):
 
     @override
     def start(self, probe: Closure | ProbeBatches | None) -> None:
-        """Train the blocks under masks whose pruned weights begin at 0; the masks of the run begin at 1."""
+        """Prune and train the blocks under masks of their own.
+
+        The run then begins with masks of 1, and with 0 for the weights that were pruned.
+        """
         if self._by_block is not None:
             self._by_block.run(probe)
 

@@ -1,8 +1,8 @@
 """A mask that is chosen once, before the first step, for plain retraining.
 
-The scores are those of `importance`: W^2 (magnitude), W^2 (|x|^2 + eps) (Wanda, arXiv 2306.11695, eq. 1, squared; eps
-is `curvature.damping` of the mean, with which inputs of 0 leave magnitude), H W^2, or SparseGPT's, which updates
-weights as well. With `start` every decoder block is trained, too (`start.block_start`).
+The scores are those of `importance`: W^2 (magnitude), W^2 (|x|^2 + eps) (Wanda, arXiv 2306.11695, eq. 1, squared),
+H W^2, or SparseGPT's, which updates weights as well. eps is `curvature.damping` times the mean of |x|^2; it ranks by
+magnitude where x is 0. With `start` every decoder block is trained, too (`start.block_start`).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class SavedAs:
     """A weight that has another name, or is divided, in the files that `save_pretrained` writes."""
 
     name: str
-    """End of its name in memory, after a dot. Its first axis is experts if the parts have a `*`."""
+    """End of its name in memory, after a dot. If the parts have a `*`, the first axis of the weight counts experts."""
     parts: tuple[str, ...]
     """Ends of its parts' names in files, in the order in which they lie end to end. `*` is the number of an expert."""
 
@@ -69,7 +69,7 @@ _FUSED_EXPERTS = (
     Row("layers.*.mlp.experts.gate_up_proj", experts=True, stacked=2),
     Row("layers.*.mlp.experts.down_proj", experts=True),
 )
-# transformers 5 fuses the experts of a layer; in files, and in models of others, each has its own three.
+# transformers 5 fuses the experts of a layer. In files, and in other model code, each expert has three weights.
 _EXPERTS = (*_FUSED_EXPERTS, *_gated("mlp.experts.*", experts=True))
 _ROUTER = "layers.*.mlp.gate.weight"
 _SAVED_EXPERTS = (
@@ -125,7 +125,7 @@ _GPT2 = Family(
     dense=("wte.weight", "wpe.weight", "lm_head.weight", "h.*.attn.bias"),
 )
 
-# project_in and project_out, which only the 350M model has, are the second factor of its embedding and of its head.
+# Only the 350M model has project_in, a part of its embedding, and project_out, a part of its head.
 _OPT = Family(
     prunable=(
         Row("layers.*.self_attn.[qkv]_proj.weight"),
@@ -248,7 +248,11 @@ def register_family(
     """Add a family to the table, for this process, without editing this file.
 
         register_family("seed_oss", like="llama")
-        register_family("mpt", prunable=["blocks.*.attn.*.weight", "blocks.*.ffn.*.weight"], dense=["wte.weight"])
+        register_family(
+            "mpt",
+            prunable=["blocks.*.attn.Wqkv.weight", "blocks.*.attn.out_proj.weight", "blocks.*.ffn.*_proj.weight"],
+            dense=["wte.weight", "lm_head.weight"],
+        )
 
     Call it before `prepare`. Checkpoints and exports list the weights that they have under a mask, so that the offline
     tools work without it.

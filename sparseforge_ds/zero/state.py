@@ -4,9 +4,10 @@ While masks move, W, the mask and, for some scores, a curvature lie in the inner
 element for each element of DeepSpeed's flat master partition: DeepSpeed saves, shards and offloads them. Adam creates
 its moments only if a parameter's state is empty, so our tensors wait outside until its first step is over.
 
-Once masks are frozen, pruned elements of W are never used again, and the master is the weight that trains, unless it
-has fewer bits than W: 16, or those of a quantized weight. One bit a weight, `kept`, is left. It is no state of the
-optimizer, which might take it for one of its own; the optimizer's `state_dict` has it, so that DeepSpeed saves it.
+Once masks are frozen, only low-rank branches that start later read pruned elements of W. `release` drops these. From
+then on the master is the weight that trains, unless it has 16 bits or is quantized. One bit a weight, `kept`, is left.
+It is no state of the optimizer, which might take it for one of its own; the optimizer's `state_dict` has it, so that
+DeepSpeed saves it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The hooks that keep DeepSpeed's master at m_eff W while the optimizer trains W, and frozen pruned weights still."""
+"""The hooks that keep DeepSpeed's master at m_eff W while the optimizer trains W.
+
+Once masks are frozen, the hooks also keep pruned weights where they are.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +55,13 @@ class StepHooks:
         Args:
             state: state of the prunable weights.
             method: method whose masks are published.
-            extra_passes: passes that harvest the gradients of steps of its own; these steps change nothing.
+            extra_passes: extra passes; while they harvest gradients, a step of the optimizer changes nothing.
         """
         self.state = state
         self.method = method
         self.extra_passes = extra_passes
         self.steps_begun = 0
-        """Number of optimizer steps since the owner last looked; more than one is a missed `forge.step`."""
+        """Number of optimizer steps since `forge.step` last reset it; more than one means that a call is missing."""
         self._layout = state.layout
         self._masters: dict[int, Tensor] = {}
         """Masters that W stands in for during a step, by partition."""
@@ -157,7 +160,7 @@ class StepHooks:
             # ZeRO-3 calls once for each sub-group; one of them counts the step.
             if index == self.state.flats[0]:
                 self.steps_begun += 1
-        # With offload DeepSpeed keeps the gradients' buffer, and would lose it.
+        # Give the gradients back: with offload DeepSpeed finds its buffers through them in the next step.
         for flat, gradient in self._gradients:
             flat.grad = gradient.to(flat.dtype)
         self._gradients.clear()

@@ -31,12 +31,12 @@ def publish(dense: Tensor, effective: Tensor, out: Tensor) -> None:
 def soft_step(
     dense: Tensor, before: Tensor, mask: Tensor, kept: Tensor, x_before: float, x: float, out: Tensor
 ) -> None:
-    """Follow an optimizer's step in place, `effective_mask.scaled_step`, and publish into `out`.
+    """Let W keep its share of an optimizer's step (`effective_mask.scaled_step`), and publish into `out`.
 
     It computes no top N: `kept` holds it from one update to the next.
 
     Args:
-        dense: (n,) fp32 W after the optimizer's step; then what is kept of it.
+        dense: (n,) fp32 W after the optimizer's step; overwritten by W after its share of that step.
         before: (n,) fp32 W' before it: `out` itself, or a separate tensor.
         mask: (n,) soft mask, fp32 or codes; 0 in the padding of a partition.
         kept: (ceil(n / 8),) packed bits of the top N of `mask`.
@@ -73,7 +73,7 @@ def masked_gradient(gradient: Tensor, kept: Tensor) -> None:
 def _soft_step(
     dense: Tensor, before: Tensor | None, mask: Tensor, kept: Tensor, shares: list[float], out: Tensor
 ) -> None:
-    """Follow and publish one chunk; `shares` is `split_lerp` of x_before, then of x. `before` None: `out` holds W'."""
+    """Do `soft_step` on a chunk; `shares` is `split_lerp` of x_before, then of x. `before` None: `out` holds W'."""
     soft = values_of(mask)
     hard = values_of_bits(kept, mask.numel())
     nearer_before, offset_before, nearer, offset = shares

@@ -66,7 +66,7 @@ PER_MODEL = {
     "smollm3": 14,
     "starcoder2": 12,
 }
-"""Prunable weights of the tiny model, counted by hand: two layers, the experts of a layer in two."""
+"""Prunable weights of the tiny model, counted by hand: two layers, and two weights for the experts of a layer."""
 VARIANTS: dict[str, dict[str, Any]] = {"deepseek_v2": {"q_lora_rank": None}, "deepseek_v3": {"q_lora_rank": None}}
 """Settings that swap some matrices for others."""
 OLD_ROWS = {"h.*.attn.bias", "h.*.attn.attention.bias", "layers.*.attention.bias"}
