@@ -25,7 +25,16 @@ class Row:
     """Matrices that lie end to end along the output axis of one expert: 2 if gate and up are one weight."""
 
     def __post_init__(self) -> None:
-        assert self.stacked == 1 or self.input_axis == -1, "matrices stacked along the last axis are not consecutive"
+        """Raise ValueError for an axis that no weight contracts, or matrices whose elements are not consecutive."""
+        if self.input_axis not in (-1, -2):
+            raise ValueError(
+                f"{self.names}: input_axis = {self.input_axis}; use -1 for (..., out, in), -2 for (in, out)"
+            )
+        if self.stacked != 1 and self.input_axis == -2:
+            raise ValueError(
+                f"{self.names}: stacked = {self.stacked} with input_axis = -2, where matrices end to end are not "
+                "consecutive; leave stacked out"
+            )
 
 
 @dataclass(frozen=True)
@@ -266,8 +275,12 @@ def register_family(
         saved_as: weights that `save_pretrained` of transformers writes under other names than the model has.
 
     Raises:
-        ValueError: the family has other rows already, `like` has none, or nothing is prunable.
+        ValueError: the family has other rows already, `like` has none, nothing is prunable, or an argument is one glob
+            where a list belongs.
     """
+    for key, given in {"prunable": prunable, "dense": dense, "experts": experts, "saved_as": saved_as}.items():
+        if isinstance(given, str | Row | SavedAs):  # the letters of a text would be globs, and * one of them
+            raise ValueError(f"register_family: {key} = {given!r} is no list; write [{given!r}]")
     if like is not None and like not in FAMILIES:
         raise ValueError(f"register_family: like={like!r} has no rows; known families: {', '.join(FAMILIES)}")
     # The rows of the other family come first.

@@ -64,9 +64,23 @@ def test_registered_rows_of_experts_are_those_of_the_table() -> None:
         ({"model_type": "llama", "prunable": ["a.weight"]}, "'llama' has other rows in the family table already"),
         ({"model_type": "new", "like": "lama"}, "like='lama' has no rows; known families: cohere2, "),
         ({"model_type": "new", "dense": ["a.weight"]}, "'new' has nothing that is prunable; give rows, or like"),
+        ({"model_type": "new", "prunable": "a.*"}, r"prunable = 'a.\*' is no list; write \['a.\*'\]"),
+        ({"model_type": "new", "prunable": ["a.weight"], "dense": "*"}, r"dense = '\*' is no list; write \['\*'\]"),
     ],
 )
 def test_a_family_without_rows_or_with_others_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         register_family(**arguments)  # type: ignore[arg-type]
     assert "new" not in FAMILIES
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"input_axis": 1}, "^a: input_axis = 1; use -1 "),
+        ({"input_axis": -2, "stacked": 2}, "^a: stacked = 2 with input_axis = -2, .*; leave stacked out$"),
+    ],
+)
+def test_a_row_of_no_layout_is_refused(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sf.Row("a", **settings)  # type: ignore[arg-type]
