@@ -10,7 +10,7 @@ Shape suffixes: B sequences, S positions, T tokens (B * S), H hidden, V entries 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -130,6 +130,15 @@ def replace_logits(model: nn.Module, run: Callable[[], Any], function: Callable[
     return output
 
 
+def refuse_labels(inputs: Mapping[str, Any]) -> None:
+    """Raise ValueError for labels among a model's inputs: it would form its loss of what replaces its logits."""
+    if "labels" in inputs:
+        raise ValueError(
+            "labels are among the inputs of the forward pass, whose logits are replaced; leave them out there, and "
+            "give them to loss_in_head as its second argument"
+        )
+
+
 def hidden_states(model: nn.Module, run: Callable[[], Any]) -> Tensor:
     """Run a model and return its final hidden states (B, S, H); arguments and errors of `replace_logits`."""
     hidden: Tensor = replace_logits(model, run, lambda hidden_BSH: hidden_BSH).logits
@@ -164,9 +173,11 @@ def loss_in_head(
         The losses, and the model's output, whose `logits` mean nothing. The losses have no balance loss of experts.
 
     Raises:
-        ValueError: two different vocabularies, or a config whose weight of hidden states still depends on the step.
+        ValueError: two different vocabularies, labels among the inputs, or a config whose weight of hidden states still
+            depends on the step.
         NonlinearHeadError: a model that scales or caps its logits: use `distillation_loss` on whole ones.
     """
+    refuse_labels(inputs)
     model = getattr(engine, "module", engine)
     head = head_of(model)
     config = task_only() if config is None or target is None else config

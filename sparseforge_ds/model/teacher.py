@@ -18,7 +18,7 @@ from sparseforge_ds.config import DistillationConfig
 from sparseforge_ds.config.deepspeed_config import training_dtype
 from sparseforge_ds.model.expert_modules import leaf_modules
 from sparseforge_ds.model.family_table import FAMILIES
-from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, micro_batches_at_once
+from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, micro_batches_at_once, refuse_labels
 from sparseforge_ds.model.hidden import capture_states, compared_layers
 from sparseforge_ds.model.hub_access import find_path
 from sparseforge_ds.model.pretrained import load_pretrained
@@ -46,8 +46,19 @@ class Teacher:
             ds_config: the student's DeepSpeed configuration, with no "auto" left: the teacher computes in its dtype.
 
         Raises:
-            ValueError: a partitioned model that is to be replicated, or a dtype that is still "auto".
+            ValueError: a partitioned model that is to be replicated, a quantized weight, a dtype that is still "auto",
+                or no configuration.
         """
+        _refuse_configs(config, ds_config)
+        dtype = training_dtype(ds_config)
+        for name, parameter in model.named_parameters():
+            if not parameter.is_floating_point():
+                raise ValueError(
+                    f"teacher {type(model).__name__}: {name} is {parameter.dtype}, a quantized weight, which can be "
+                    "neither divided over the ranks nor cast to the student's dtype; give the model that it was made of"
+                )
+            if not hasattr(parameter, "ds_id"):  # rotary frequencies, which are buffers, stay fp32 as in DeepSpeed
+                parameter.data = parameter.data.to(dtype)
         model.requires_grad_(False)
         self.model = model
         self._layers = compared_layers(model, config.hidden) if config.hidden else []
@@ -63,8 +74,6 @@ class Teacher:
                     'distillation.hold = "replicated", but the teacher was partitioned by ZeRO-3 as it was loaded; '
                     'load it with Teacher.from_pretrained, or set "hold": "zero3"'
                 )
-            for parameter in model.parameters():  # rotary frequencies, which are buffers, stay fp32 as in DeepSpeed
-                parameter.data = parameter.data.to(training_dtype(ds_config))
             self._module = model.to(get_accelerator().current_device_name())
         self._module.eval()
 
@@ -88,8 +97,10 @@ class Teacher:
                 run.
 
         Raises:
-            ValueError: it cannot be loaded, weights are missing in its files, or a dtype is still "auto".
+            ValueError: it cannot be loaded, weights are missing in its files, a dtype is still "auto", or there is no
+                configuration.
         """
+        _refuse_configs(config, ds_config)
         find_path(path, f"teacher {path}")
         register_model_classes()
         partition = teacher_ds_config(ds_config) if config.hold == "zero3" else None
@@ -143,9 +154,11 @@ class Teacher:
                 such as attention_mask and position_ids. Of several micro-batches all are (B, S).
 
         Raises:
-            ValueError: inputs of several micro-batches that are not of one shape.
+            ValueError: inputs of several micro-batches that are not of one shape, or labels among them.
             NonlinearHeadError: as `hidden_states`.
         """
+        for inputs in micro_batches:
+            refuse_labels(inputs)
         if len(micro_batches) > 1:
             shapes = {tuple(value.shape) for inputs in micro_batches for value in inputs.values()}
             if len(shapes) > 1:
@@ -175,6 +188,17 @@ class Teacher:
                 yield targets
             finally:
                 targets.clear()
+
+
+def _refuse_configs(config: DistillationConfig | None, ds_config: object) -> None:
+    """Raise ValueError where there is no distillation, or no parsed JSON, before a model is loaded."""
+    if config is None:
+        raise ValueError(
+            "distillation is null in the sparseforge block, and there is a teacher: leave the teacher out, or take the "
+            "key out of the block for its defaults"
+        )
+    if not isinstance(ds_config, dict):
+        raise ValueError(f"ds_config = {ds_config!r}: give a teacher the parsed JSON, json.load(open(...))")
 
 
 _ZERO3_KEYS = (

@@ -57,7 +57,7 @@ def _plain(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _logits(family: str, config: DistillationConfig, **extra: Any) -> dict[str, Any]:
-    model = BUILDERS[family]().train()
+    model = BUILDERS[family]().train().double()  # of another dtype than the student
     parameters = sum(parameter.numel() for parameter in model.parameters())
     teacher = Teacher(model, config, _student_config(2, **extra))
     plain = _plain(BUILDERS[family](), model.dtype)
@@ -76,6 +76,7 @@ def _logits(family: str, config: DistillationConfig, **extra: Any) -> dict[str, 
 @pytest.mark.parametrize("family", BUILDERS)
 def test_logits_are_exact_and_a_rank_holds_its_share(family: str) -> None:
     for rank in run_distributed(_logits, 2, family, ZERO3):
+        assert rank["dtype"] == torch.float32
         assert rank["error"] == 0
         assert rank["parameters"] / 2 <= rank["held"] < 1.01 * rank["parameters"] / 2
         assert rank["resident"] == 0, "something is still gathered between two calls"

@@ -333,6 +333,32 @@ def test_the_teachers_engine_takes_over_dtype_and_gathering_only() -> None:
     assert "fp16" not in teacher_ds_config({"fp16": {"enabled": False}})
 
 
+@pytest.mark.parametrize(
+    ("config", "ds_config", "message"),
+    [
+        (None, {}, "^distillation is null in the sparseforge block, and there is a teacher: leave"),
+        (REPLICATED, "my.json", r"^ds_config = 'my.json': give a teacher the parsed JSON, json.load\(open"),
+    ],
+)
+def test_a_teacher_without_configurations_is_refused_before_it_is_loaded(
+    config: Any, ds_config: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Teacher.from_pretrained("none/there", config, ds_config)
+    with pytest.raises(ValueError, match=message):
+        Teacher(tiny_llama(), config, ds_config)
+
+
+def test_a_quantized_teacher_is_refused() -> None:
+    model = tiny_llama()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(
+        ValueError, match=r"teacher LlamaForCausalLM: .*up_proj.weight is torch.int8, a quantized weight"
+    ):
+        Teacher(model, REPLICATED, {})
+
+
 def test_auto_is_refused() -> None:
     with pytest.raises(ValueError, match="bf16.enabled = 'auto'"):
         teacher_ds_config({"bf16": {"enabled": "auto"}})

@@ -16,6 +16,7 @@ from sparseforge_ds.model import distill
 from sparseforge_ds.model.distill import distillation_loss, next_labels, task_loss
 from sparseforge_ds.model.head import Head, NonlinearHeadError, Target, head_of, hidden_states, loss_in_head
 from sparseforge_ds.model.hidden import capture_states, compare_hidden, compared_layers
+from sparseforge_ds.model.teacher import Teacher
 from sparseforge_ds.transformers_internals import checkpoint_activations
 from tests.tiny_models import (
     BUILDERS,
@@ -232,6 +233,12 @@ def test_vocabularies_and_labels_that_do_not_fit_are_errors() -> None:
         loss_in_head(tiny_llama(), labels, CONFIG, _target(tiny_llama(vocab_size=80), ids), input_ids=ids)
     with pytest.raises(ValueError, match=r"labels \(2, 5\) do not belong to inputs \(2, 16\)"):
         loss_in_head(tiny_llama(), labels[:, :5], input_ids=ids)
+    batch = {"input_ids": ids, "labels": labels}
+    with pytest.raises(ValueError, match="^labels are among the inputs of the forward pass, whose logits are replaced"):
+        loss_in_head(tiny_llama(), labels, **batch)
+    teacher = Teacher(tiny_llama(), DistillationConfig(hold="replicated"), {})
+    with pytest.raises(ValueError, match="^labels are among the inputs"), teacher.targets([batch]):
+        pass
     loss = loss_in_head(tiny_llama(), labels, input_ids=ids)[0].total
     with pytest.raises(ValueError, match="has no second derivative"):
         loss.backward(create_graph=True)
