@@ -105,6 +105,11 @@ def refuse_settings(
     # Settings that cannot go with a teacher, since they make another loss.
     if teacher is None:
         return
+    if not isinstance(teacher, str | Path | PreTrainedModel):
+        raise ValueError(
+            f"teacher is {type(teacher).__name__}, no model of transformers; give a folder, a hub id or such a model. "
+            "Merge an adapter into it first, by merge_and_unload()"
+        )
     if teacher is model:
         raise ValueError(
             "teacher is the model that is trained; give the dense model once more, as a folder, a hub id or a copy"

@@ -663,6 +663,7 @@ def refusals(root: Path, trained: Any) -> Any:
     for name, teacher in (("folder", str(foreign)), ("loaded", loaded)):
         tokenized = partial(SparseForgeTrainer, model=student, args=again(), processing_class=byte_tokenizer())
         yield f"tokens, {name}", said(partial(tokenized, teacher=teacher))
+    yield "wrapped", said(lambda: SparseForgeTrainer(model=student, args=again(), teacher=lora))
     yield "itself", said(lambda: SparseForgeTrainer(model=student, args=again(), teacher=student))
     yield "file", said(lambda: SparseForgeTrainer(model=student, args=again(), sparseforge="block.json"))
     pushing = partial(again, deepspeed=deepspeed_json(2, low_rank={"k": 8}), push_to_hub=True)
@@ -681,6 +682,9 @@ def refusals(root: Path, trained: Any) -> Any:
     # Saving: before training, and of tied weights, once.
     fresh = trainer_of(root / "none", config, 2)
     yield "early", said(partial(fresh.save_model, str(root / "early")))
+    measured = trainer_of(root / "measured", deepspeed_json(3), 2, eval_dataset=rows(4))
+    measured.evaluate()
+    yield "evaluated", said(measured.train)
     tied = SparseForgeTrainer(model=tiny_qwen3(vocab_size=BYTE_VOCABULARY), args=again())
     copies = {name: value.clone() for name, value in tied.model.state_dict().items()}  # as accelerate gives them
     tied._save(str(root / f"tied{torch.distributed.get_rank()}"), copies)
@@ -775,6 +779,8 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
         assert "foreign 0: 256 of 258 numbers are other tokens in its tokenizer" in refused[f"tokens, {name}"]
     assert "model.generation_config cannot be saved, and so no checkpoint: " in refused["unsaved"]
     assert "teacher is the model that is trained" in refused["itself"]
+    assert "teacher is PeftModelForCausalLM, no model of transformers; give a folder" in refused["wrapped"]
+    assert "evaluate() or predict() before train(): transformers has made" in refused["evaluated"]
     assert "give the block itself" in refused["file"]
     assert "curvature.sequences = 8: under a trainer" in refused["sequences"]
     assert "the trainer counts steps that fp16 skips" in refused["fp16"]
