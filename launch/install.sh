@@ -78,9 +78,10 @@ if command -v flock >/dev/null; then
     # Two scripts started at once do not install into each other.
     exec 9>"$_root/.venv.lock"
     flock 9
-    _install
-    exec 9>&-
-else
-    _install
 fi
+# By itself, as an error must neither end the shell that sources this by hand nor be passed over in it.
+(set -e; _install)
+_status=$?
+exec 9>&-
+[ "$_status" -eq 0 ] || return "$_status" 2>/dev/null || exit "$_status" # sourced, or called
 source "$_venv/bin/activate"

@@ -60,6 +60,20 @@ def test_a_python_without_venv_is_refused_with_the_cure(checkout: Path) -> None:
     assert "apt install python3-venv" in result.stderr
 
 
+def test_a_shell_that_sources_it_by_hand_outlives_an_error(checkout: Path) -> None:
+    """Its settings are others than those of a script: commands go on behind an error."""
+    shell = ["bash", "-c", 'source launch/install.sh; echo "status $?"']
+    environment = {**os.environ, "PYTHON": "python-that-is-not-there"}
+    result = subprocess.run(shell, cwd=checkout, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert result.stdout == "status 1\n" and "no python-that-is-not-there here" in result.stderr
+    # A package that cannot be had leaves no mark that says that all are there.
+    _program(checkout / ".venv" / "bin" / "python", 'case "$*" in *"pip install"*) exit 1;; esac')
+    result = subprocess.run(shell, cwd=checkout, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert result.stdout.endswith("status 1\n") and not (checkout / ".venv" / "installed").exists()
+    (checkout / ".venv" / "bin" / "activate").write_text("")
+    assert subprocess.run(["bash", "launch/install.sh"], cwd=checkout, env=environment).returncode == 1
+
+
 def test_nothing_to_do_runs_no_python(checkout: Path) -> None:
     _program(checkout / ".venv" / "bin" / "python", "echo called >&2; exit 1")
     (checkout / ".venv" / "bin" / "activate").write_text("MARK=activated\n")
