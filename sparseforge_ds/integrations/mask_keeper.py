@@ -126,9 +126,9 @@ class MaskKeeper:
         self.pattern = zeros.pattern
         self.pruned = zeros.pruned
         """True where a weight is pruned, in the weight's shape, by the name of the parameter."""
-        model = _unwrapped(model)
-        refuse_sharded(model)
-        parameters = dict(model.named_parameters())
+        self._model = _unwrapped(model)
+        refuse_sharded(self._model)
+        parameters = dict(self._model.named_parameters())
         self._weights = {name: parameters[name] for name in zeros.pruned}
         # Gradients, as they come: before they are accumulated, averaged over ranks, or clipped.
         self._hooks: list[Any] = [
@@ -149,8 +149,16 @@ class MaskKeeper:
         """Check that all pruned entries are 0.
 
         Raises:
-            ValueError: some are not; the message names the first weight.
+            ValueError: some are not, or the model has got another parameter in the place of a kept one; the message
+                names the first weight.
         """
+        present = {id(parameter) for parameter in self._model.parameters()}
+        for name, weight in self._weights.items():
+            if id(weight) not in present:
+                raise ValueError(
+                    f"{name}: the model has another parameter in its place, as load_state_dict(assign=True) puts "
+                    "there, and its zeros are not kept; load a checkpoint without assign"
+                )
         lost = {}
         for name, weight in self._weights.items():
             if count := int((weight.detach() != 0)[self._pruned(name, weight)].sum()):

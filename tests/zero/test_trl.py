@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -384,6 +385,21 @@ def test_the_example_distils_on_the_students_own_answers(by_trl: tuple[Path, dic
         assert torch.equal(trained.mlp.up_proj.weight == 0, layer.mlp.up_proj.weight == 0)
         moved += float((trained.mlp.up_proj.weight - layer.mlp.up_proj.weight).abs().sum())
     assert moved > 0
+
+
+def test_the_dense_model_of_the_guide_writes_behind_prompts_of_several_lengths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokenizer, like that of most Llamas, has no token for padding."""
+    monkeypatch.chdir(tmp_path)
+    prompts = ["The module ", "Of another length is this one, which "]
+    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    page = (ROOT / "docs" / "guides" / "on-policy.md").read_text()
+    (block,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "pipeline" in block)
+    dense = ROOT / "sparseforge_ds" / "assets" / "stdlib_llama"
+    exec(block.replace("the/dense/reasoner", str(dense)).replace("4096", "4"))
+    texts = [json.loads(line)["text"] for line in Path("traces.jsonl").read_text().splitlines()]
+    assert all(text.startswith(prompt) for text, prompt in zip(texts, prompts, strict=True))
 
 
 def ids(*rows: list[int]) -> Tensor:

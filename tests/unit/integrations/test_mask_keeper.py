@@ -130,6 +130,10 @@ def test_a_resumed_loop_has_the_same_bits_where_a_kept_weight_is_zero() -> None:
     train(resumed, optimizer, range(2, 4))
     keeper.check()
     assert model.get_parameter(name).any()
+    resumed.load_state_dict(saved[0], assign=True)
+    with pytest.raises(ValueError, match=f"^{name}: the model has another parameter in its place, as load_state_dict"):
+        keeper.check()
+    resumed.load_state_dict(model.state_dict())
     for (name, value), expected in zip(resumed.state_dict().items(), model.state_dict().values(), strict=True):
         assert torch.equal(value, expected), name
 
