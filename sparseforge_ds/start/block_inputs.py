@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from sparseforge_ds.start.blocks import argument_names, shared_arguments
+from sparseforge_ds.start.blocks import argument_names, hidden_of, shared_arguments
 from sparseforge_ds.zero.layer_hooks import uncompiled
 
 _ON_DEVICE = 0.25
@@ -88,7 +88,7 @@ class BlockInputs:
         self.arguments[-1].append(shared_arguments(arguments, self._known))
 
     def _leave(self, number: int, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
+        hidden = hidden_of(output)
         if len(self.arguments) == 1:
             self.ends.append(hidden[:, -1].detach().clone())
             self._last = hidden.detach()

@@ -201,6 +201,10 @@ def are_equal(a: Any, b: Any) -> bool:
 
 def run_block(block: nn.Module, hidden_BSH: Tensor, arguments: Mapping[str, Any]) -> Tensor:
     """Run a block and return its hidden states."""
-    output = block(hidden_BSH, **arguments)
-    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden_of(block(hidden_BSH, **arguments))
+
+
+def hidden_of(output: Any) -> Tensor:
+    """Return the hidden states in a block's output, which may be a tuple or, in OpenAI GPT, a list."""
+    hidden: Tensor = output[0] if isinstance(output, (tuple, list)) else output
     return hidden
