@@ -128,8 +128,8 @@ class SparseForgeMixin(SavingMixin):
         """Train as the trainer does, once, and make the masks final.
 
         Raises:
-            ValueError: it was called before, or an evaluation was, there is no such checkpoint, or a start would take
-                the examples of a train set that can be read once.
+            ValueError: it was called before, the trainer has evaluated, there is no such checkpoint, or a start would
+                take the examples of a train set that can be read once.
             ForgeError: all steps are done, and masks are not frozen.
             DivergedError: weights are infinite or NaN; the message names the checkpoint to go back to.
         """
@@ -140,8 +140,8 @@ class SparseForgeMixin(SavingMixin):
             )
         if self.deepspeed is not None:
             raise ValueError(
-                "evaluate() or predict() before train(): transformers has made an engine without an optimizer for it, "
-                "in which nothing can be trained; train first, or evaluate in another trainer"
+                "this trainer has an engine already, as evaluate() and predict() make one before train(), without an "
+                "optimizer: make a new trainer, and evaluate after its training or in another one"
             )
         self._resumed = intact_checkpoint(resume_from_checkpoint, self.args.output_dir)
         refuse_block_start(self, self._config, bool(self._resumed))

@@ -780,7 +780,7 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
     assert "model.generation_config cannot be saved, and so no checkpoint: " in refused["unsaved"]
     assert "teacher is the model that is trained" in refused["itself"]
     assert "teacher is PeftModelForCausalLM, no model of transformers; give a folder" in refused["wrapped"]
-    assert "evaluate() or predict() before train(): transformers has made" in refused["evaluated"]
+    assert "this trainer has an engine already, as evaluate() and predict() make" in refused["evaluated"]
     assert "give the block itself" in refused["file"]
     assert "curvature.sequences = 8: under a trainer" in refused["sequences"]
     assert "the trainer counts steps that fp16 skips" in refused["fp16"]
