@@ -13,9 +13,7 @@ source launch/install.sh
 [ "${1:-}" != --core ] || set -- -m "not extras" "${@:2}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 lint=0
-if [ $# -eq 0 ]; then  # what tests compile in C++, beside ruff and mypy
-    python -c "from sparseforge_ds.extras.packed24.cpu_kernel import load_cpu_kernel
-load_cpu_kernel()" >/dev/null 2>&1 &
+if [ $# -eq 0 ]; then  # the optimizers that tests have DeepSpeed compile, beside ruff and mypy
     for builder in FusedAdamBuilder CPUAdamBuilder; do
         python -c "from deepspeed.accelerator import get_accelerator
 get_accelerator().create_op_builder('$builder').load(verbose=False)" >/dev/null 2>&1 &  # a failure is their tests' to tell
@@ -27,7 +25,7 @@ echo "== mypy"
 mypy || lint=1
 [ "$lint" -eq 0 ] || echo "ruff or mypy failed (above); the tests run all the same" >&2
 echo "== pytest"
-wait  # compilers beside two processes of tests would make all four slow, and tests wait for them anyway
+wait  # two compilers beside two processes of tests would make all four slow, and tests wait for them anyway
 python -m compileall -q sparseforge_ds tests  # else each of hundreds of processes does it, where bytecode is not kept
 # A file's tests stay in one process, which makes what they share once; files start in the order of `testpaths`.
 # A process that hangs ends after `faulthandler_timeout`, and all tests with it: another one would hang in the same test.
