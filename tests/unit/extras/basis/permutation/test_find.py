@@ -102,6 +102,12 @@ def test_refused_where_groups_are_not_neighbours_of_a_block(pattern: str) -> Non
         find(model, "mlp+heads", pattern=pattern)
 
 
+def test_refused_where_no_weight_to_prune_reads_what_may_move() -> None:
+    """Else OUT would be MODEL, and pass for permuted."""
+    with pytest.raises(ValueError, match=r"12 weights that the pattern prunes, such as .*\.q_proj\.weight, reads"):
+        find(BUILDERS["llama"](), "mlp", exclude=("*.down_proj.weight",))
+
+
 def test_what_is_kept_of_it_beside_the_model(tmp_path: Path) -> None:
     permutation = find(BUILDERS["qwen3_moe"]())
     permutation.save(tmp_path)
