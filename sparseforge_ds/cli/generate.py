@@ -23,7 +23,7 @@ tokens, such as those that end a text: no penalties, beams, top_k or top_p.
 On CUDA the model has a static cache and is compiled for it, with CUDA graphs, where transformers can do that. The
 first tokens wait for the compiler, up to a minute, which the printed speed leaves out; --eager does without it.
 
-exit code: 0 done; 1 the model computes NaN; 2 an error, printed as one line
+exit code: 0 done; 1 the model computes NaN or infinity; 2 an error, printed as one line
 
 examples:
   sparseforge generate models/qwen3_14b_packed24 "The capital of France is"
@@ -124,14 +124,14 @@ def run(args: argparse.Namespace) -> int:
         model.generate(
             **inputs.to(model.device),
             generation_config=model.generation_config,
-            logits_processor=[_refuse_nan, record_time],  # the first waits for the device
+            logits_processor=[_refuse_not_finite, record_time],  # the first waits for the device
             streamer=TextStreamer(tokenizer, skip_prompt=args.chat, skip_special_tokens=True),
         )
     except _NoNumberError:
         cause = why_not_finite(model)
         print()  # behind the prompt
         print(
-            f"error: {printable(args.model)}: its logits are NaN, so that no token is likelier: {cause}",
+            f"error: {printable(args.model)}: its logits are no finite numbers, so that no token is likelier: {cause}",
             file=sys.stderr,
         )
         return 1
@@ -161,15 +161,15 @@ def describe_speed(times: Sequence[float], compiles: bool) -> str:
 
 
 class _NoNumberError(Exception):
-    """Logits of a model that are NaN."""
+    """Logits of a model that are NaN or infinite."""
 
 
-def _refuse_nan(tokens: Any, scores: Any) -> Any:
-    """Return the logits of one step, as a logits processor must; raise where they are NaN.
+def _refuse_not_finite(tokens: Any, scores: Any) -> Any:
+    """Return the logits of one step, as a logits processor must; raise where the largest is no finite number.
 
-    transformers would take token 0 of NaN.
+    transformers would take token 0 of NaN, and could not draw a sample.
     """
-    if scores.isnan().any():
+    if not scores.amax(-1).isfinite().all():
         raise _NoNumberError
     return scores
 

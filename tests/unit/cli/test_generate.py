@@ -212,12 +212,13 @@ def test_a_model_of_nan_says_so(
         save_file(tensors | {name: tensors[name].clone().fill_(value)}, folder / "model.safetensors", {"format": "pt"})
         assert main(["generate", str(folder), PROMPT, "--max_new_tokens", "4", "--temperature", temperature]) == 1
         errors = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-        assert errors == [f"error: {folder}: its logits are NaN, so that no token is likelier: {why}"]
+        assert errors == [f"error: {folder}: its logits are no finite numbers, so that no token is likelier: {why}"]
 
     down = "model.layers.1.mlp.down_proj.weight"
     refuses(down, float("nan"), f"{down} is not finite; give a sound model")
     overflow = "all weights are finite, so sums overflow in float32; give a sound model"
     refuses("model.norm.weight", 3.4e38, overflow)
+    refuses("lm_head.weight", 3.4e38, overflow)
 
 
 def test_a_dense_model_of_integers_is_refused(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
