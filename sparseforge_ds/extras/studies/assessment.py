@@ -93,7 +93,7 @@ class Evaluator:
                 known |= self._score_of_magnitude(pruned, text, dense)
             if self._tasks is not None:
                 for name, model in (("dense", dense), ("magnitude", pruned)):
-                    figures = self._tasks.measure(model, dense, self.tokenizer)
+                    figures = self._tasks.measure(model, dense)
                     known |= {f"{name}_{key}": value for key, value in figures.items()}
         self._dtype = known["dtype"]
         return known
@@ -143,7 +143,7 @@ class Evaluator:
             assert score.kl is not None
             measured |= {f"{text}_perplexity": score.perplexity, f"{text}_kl": score.kl}
         if self._tasks is not None and "test" in texts:
-            measured |= self._tasks.measure(model, dense, self.tokenizer)
+            measured |= self._tasks.measure(model, dense)
         return measured
 
     def _dense_model(self) -> PreTrainedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from itertools import islice
 from typing import Any
@@ -51,6 +52,7 @@ class TaskColumns:
 
     def __init__(self, tasks: MeasuredTasks, batch_size: int, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self._batch_size = batch_size
+        self._tokenizer = copy.deepcopy(tokenizer)  # the harness changes its padding, while other threads read texts
         self._settings = TaskSettings(
             limit=tasks.limit,
             gen_kwargs=parse_arguments(tasks.gen_kwargs),
@@ -76,14 +78,12 @@ class TaskColumns:
         self._dense_scores: TaskScores | None = None
         self._one_at_a_time = threading.Lock()  # the tasks of the harness keep the requests of a measurement
 
-    def measure(
-        self, model: PreTrainedModel, dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-    ) -> dict[str, Any]:
+    def measure(self, model: PreTrainedModel, dense: PreTrainedModel) -> dict[str, Any]:
         """Return the figures of a model by the names of `task_columns`; the dense model itself has none lost."""
         with self._one_at_a_time:
             if self._dense_scores is None:
-                self._dense_scores = self._run(dense, tokenizer)
-            scores = self._dense_scores if model is dense else self._run(model, tokenizer)
+                self._dense_scores = self._run(dense)
+            scores = self._dense_scores if model is dense else self._run(model)
         compare_answers(scores, self._dense_scores)
         figures: dict[str, Any] = {}
         for task, metrics in scores.metrics.items():
@@ -92,8 +92,8 @@ class TaskColumns:
             figures |= {f"task_{task}_{name}": metrics[key] for name, key in keys.items() if key in metrics}
         return figures
 
-    def _run(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TaskScores:
-        return measure(wrap_model(model, tokenizer, self._batch_size), self._tasks, self._settings)
+    def _run(self, model: PreTrainedModel) -> TaskScores:
+        return measure(wrap_model(model, self._tokenizer, self._batch_size), self._tasks, self._settings)
 
 
 def _hash_of_rows(tasks: LoadedTasks, limit: int | None) -> str:

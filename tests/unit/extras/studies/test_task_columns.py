@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparseforge_ds.evaluate.finished_model import prune_by_magnitude
+from sparseforge_ds.extras.studies import task_columns
 from sparseforge_ds.extras.studies.assessment import Evaluator
 from sparseforge_ds.extras.studies.records import Records, write_rows
 from sparseforge_ds.extras.studies.settings import read_comparison
@@ -20,7 +21,9 @@ from tests.task_files import write_generation_task
 from tests.unit.extras.studies.test_settings import write
 
 
-def test_answers_of_every_result_stand_beside_its_perplexity(assets: Path, tmp_path: Path) -> None:
+def test_answers_of_every_result_stand_beside_its_perplexity(
+    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("lm_eval")
     stories = assets / "models" / "stories260K"
     if not stories.is_dir():
@@ -70,7 +73,12 @@ def test_answers_of_every_result_stand_beside_its_perplexity(assets: Path, tmp_p
     file.write_text(json.dumps({**content, "description": "Tell on."}))
     assert Evaluator(config, texts, config.pruned).task_rows != evaluator.task_rows
     file.write_text(json.dumps(content))
+    # The harness sets a tokenizer's padding, which other threads, that score texts, would set back.
+    tokenizers = []
+    wrap = task_columns.wrap_model
+    monkeypatch.setattr(task_columns, "wrap_model", lambda *args: tokenizers.append(args[1]) or wrap(*args))
     baselines = evaluator.baselines({})
+    assert tokenizers and evaluator.tokenizer not in tokenizers
     assert baselines["dense_task_openings_accuracy"] == 0.5 and baselines["dense_task_openings_lost"] == 0
     measured = evaluator.measure(tmp_path / "pruned", "test")
     assert measured["task_openings_accuracy"] == 0 and measured["task_openings_lost"] == 0.5
