@@ -105,7 +105,7 @@ def _against_bytes(axes: Axes, trained: pd.DataFrame, untrained: pd.DataFrame, s
     finite = trained[(trained["steps"] == trained["steps"].max()) & np.isfinite(trained["test"])]
     dense = untrained[untrained["kind"] == "dense"]
     for line in pd.concat([finite, dense]).itertuples():
-        style = styles.get(line.method, {"color": "grey", "marker": "*"})
+        style = {"color": "grey", "marker": "*"} if line.kind == "dense" else styles[line.method]
         axes.plot(
             line.bytes, line.test, markersize=7, label=f"{line.method}: {line.test:.4g}", **{**style, "linestyle": ""}
         )

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from matplotlib.axes import Axes
 from PIL import Image
 
 from sparseforge_ds.extras.studies.figures import draw
@@ -17,6 +18,15 @@ from tests.unit.extras.studies.test_summary import row
 def distinct_colours(path: Path) -> int:
     with Image.open(path) as image:
         return len(image.convert("RGB").getcolors(1 << 24))
+
+
+def test_a_method_that_is_called_dense_has_its_own_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    markers = []
+    plot = Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda *args, **style: markers.append(style["marker"]) or plot(*args, **style))
+    rows = [row("dense", 0, 3.0, 0, "dense", learning_rate=None), row("dense", 0, 2.9)]
+    draw(summarize(rows, "dense").assign(bytes=1.0), tmp_path / "figures")
+    assert markers == ["o", "*"]
 
 
 def test_every_figure_shows_something(tmp_path: Path) -> None:
