@@ -115,7 +115,8 @@ class Table:
     def __str__(self) -> str:
         """Format the table as Markdown."""
         lines = [self.head, ["---", *["---:"] * (len(self.head) - 1)], *self.rows]
-        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]  # names of texts are free
+        return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
 def markdown(lines: pd.DataFrame, rows: Sequence[Row], config: CompareConfig, notes: Sequence[str]) -> str:

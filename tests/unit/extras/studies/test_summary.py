@@ -175,16 +175,16 @@ def test_quantized_values_take_fewer_bytes() -> None:
 
 
 def test_closeness_has_a_column_for_every_text(tmp_path: Path) -> None:
-    texts = {"WikiText-2 (raw)": {"path": "stdlib:heldout"}}
+    texts = {"WikiText-2|raw": {"path": "stdlib:heldout"}}
     config = read_comparison(write(tmp_path, methods={"ours": {}}, other_texts=texts, choose_by="kl"))
     measured = [(0.2, 0.3), (0.4, 0.5)]
     rows = [row("dense", 0, 3.0, 0, "dense", learning_rate=None, seconds=None, test_kl=0.0)]
-    rows[0]["WikiText-2 (raw)_kl"] = 0.0
+    rows[0]["WikiText-2|raw_kl"] = 0.0
     for seed, (test, wiki) in enumerate(measured):
-        rows.append(row("ours", seed, 5.0, test_kl=test) | {"WikiText-2 (raw)_kl": wiki})
+        rows.append(row("ours", seed, 5.0, test_kl=test) | {"WikiText-2|raw_kl": wiki})
     tried: dict[str, Any] = {"kind": "tried", "decides": True, "chosen": False, "validation_kl": 0.25}
     rows += [row("ours", 0, 4.0, learning_rate=1e-3, **tried)]
     text = markdown(summarize(rows, "ours"), rows, config, [])
-    assert "| KL test | KL WikiText-2 (raw) | training |" in text and "| 0.3 ± 0.14 | 0.4 ± 0.14 | 10 s |" in text
+    assert "| KL test | KL WikiText-2\\|raw | training |" in text and "| 0.3 ± 0.14 | 0.4 ± 0.14 | 10 s |" in text
     assert "validation KL at learning rate" in text and "| ours | 40 | 0.25 |" in text
     assert "KL(dense || model)" in text and "chosen by the KL to the dense model on the validation text" in text
