@@ -124,6 +124,8 @@ def require_writable(path: Path, who: str) -> None:
         who: beginning of the error message.
     """
     present = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not present.is_dir():
+        raise ValueError(f"{who}: a file is there; give a folder")
     if not os.access(present, os.W_OK):
         raise ValueError(f"{who}: cannot be written, {present} does not allow it; give another place")
 

@@ -112,8 +112,6 @@ def run(args: argparse.Namespace) -> int:
     if args.shapes is None and args.layers is not None:
         raise ValueError(f"--layers {args.layers}: MODEL has its layers; leave it out, or give --shapes")
     out = None if args.out is None else Path(args.out).absolute()
-    if out is not None and any(path.exists() and not path.is_dir() for path in (out, *out.parents)):
-        raise ValueError(f"--out {args.out}: a file is there; give a folder")
     if out is not None:
         require_writable(out, f"--out {args.out}")
 

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from sparseforge_ds.checkpoint.disk import require_writable
+
 _EPILOG = """\
 CONFIG names a model, a training, a validation and a test text, methods (keys of the `sparseforge` block), learning
 rates, seeds and budgets. Its paths are relative to its own folder, unless they are absolute or begin with a $VARIABLE.
@@ -63,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
         check_study(config, with_notes=False)
         print("every method fits the model and the texts, at every budget")
         return 0
+    out = Path(args.out) if args.out is not None else Path("runs") / Path(args.config).stem
+    require_writable(out, f"--out {out}")
     try:
         from sparseforge_ds.extras.studies.study import Study
     except ModuleNotFoundError as error:
@@ -71,7 +75,6 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"{error.name} cannot be imported ({error}); in the checkout pip install '.[compare]'"
         ) from None
-    out = Path(args.out) if args.out is not None else Path("runs") / Path(args.config).stem
     print(Study(config, out, Path(args.config).read_text()).run())
     print(f"{out / 'index.html'}: table and figures")
     return 0

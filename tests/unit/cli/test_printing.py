@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sparseforge_ds.checkpoint.disk import require_writable
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.cli.printing import require_json_file, write_report
 from tests.sparse_folders import write_dense, write_sparse
@@ -106,6 +107,9 @@ def test_a_place_that_allows_no_writing_is_refused(tmp_path: Path, monkeypatch: 
     link.symlink_to(tmp_path / "gone" / "report.json")
     with pytest.raises(ValueError, match=f"there is no folder {tmp_path}/gone"):
         require_json_file(str(link))
+    for below in ("", "x"):
+        with pytest.raises(ValueError, match="--out old: a file is there; give a folder"):
+            require_writable(Path(__file__) / below, "--out old")
     asked = []
     monkeypatch.setattr(os, "access", lambda path, mode: asked.append((path, mode)))
     with pytest.raises(ValueError, match=f"--json .*: cannot be written, {tmp_path} does not allow it"):

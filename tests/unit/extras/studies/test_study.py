@@ -11,6 +11,7 @@ import pytest
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate.perplexity import NotFiniteError
+from sparseforge_ds.extras.studies import study
 from sparseforge_ds.extras.studies.check import threads_of_environment
 from sparseforge_ds.extras.studies.records import settled
 from sparseforge_ds.extras.studies.settings import read_comparison
@@ -113,6 +114,11 @@ def test_a_study_goes_on_only_where_it_computes_as_before(
         assert main(command) == 2
         return capsys.readouterr().err
 
+    # A place that is no folder is refused before the models and texts are read.
+    with monkeypatch.context() as early:
+        early.setattr(study, "check_study", lambda *_: pytest.fail("the study was checked"))
+        assert main([*command[:-1], str(tmp_path / "train.jsonl" / "out")]) == 2
+        assert "out: a file is there; give a folder" in capsys.readouterr().err
     # A record says what it was made on.
     assert "the same command goes on" in said()
     assert json.loads(run.read_text())["wanted"]["hardware"] == {"dtype": "float32", "device": "cpu"}
