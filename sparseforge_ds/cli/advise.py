@@ -35,6 +35,7 @@ def register(commands: Any) -> None:
     context = "tokens of each sequence, whose keys and values are read (default: 4096, or the model's positions)"
     add("--context", type=int, metavar="N", help=context)
     add("--layers", type=int, metavar="N", help="decoder layers, instead of all, as in bench --layers")
+    add("--any_family", action="store_true", help="as in plan: prune a family that the table does not know")
     add("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if positions is not None and args.context is not None and args.context > positions:
         raise ValueError(f"--context {args.context}: the model has {positions} positions; use at most {positions}")
     context = args.context or min(4096, positions or 4096)
-    model = model_bytes(config, args.batch, context)
+    model = model_bytes(config, args.batch, context, args.any_family)
     rows = advise(model, gpu, args.batch)
     if args.json:
         formats = [{**dataclasses.asdict(row), "tokens_per_second": args.batch / row.seconds} for row in rows]

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.extras.planner.flops import AttentionLayer, attention_layers
 from sparseforge_ds.extras.planner.machine import GPUS, Gpu
+from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.architecture import bare_model, chosen_share
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.packed_format.packed_values import Grid, bits_a_weight
@@ -103,20 +104,22 @@ class Advice:
     """Speed over the dense model in as many bits."""
 
 
-def model_bytes(config: PretrainedConfig, batch: int, context: int) -> ModelBytes:
+def model_bytes(config: PretrainedConfig, batch: int, context: int, unknown: bool = False) -> ModelBytes:
     """Count what a model holds and what a decode step reads.
 
     Args:
         config: of a causal language model.
         batch: sequences that are decoded together.
         context: tokens of each, whose keys and values are read.
+        unknown: True to count what `--any_family` prunes of a family that is not in the table.
 
     Raises:
         ValueError: no model can be built, or its family is not in the table.
     """
     model = bare_model(config, torch.bfloat16)
     text = config.get_text_config()
-    weights = prunable_weights(model, SparseForgeConfig())
+    block = SparseForgeConfig()
+    weights = prunable_weights(model, any_family(model, block) if unknown else block)
     pruned = sum(weight.numel for weight in weights)
     of_experts = sum(weight.numel for weight in weights if weight.experts)
     other = sum(parameter.numel() for parameter in model.parameters()) - pruned

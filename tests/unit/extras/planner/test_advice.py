@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import FalconConfig, Qwen3MoeConfig
+from transformers import FalconConfig, Qwen3MoeConfig, StableLmConfig
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.extras.planner.advice import (
@@ -159,6 +159,17 @@ def test_the_table_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_wrong_input_is_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", LLAMA, *arguments.split()]) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_a_family_without_rows_needs_the_flag_that_the_error_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    StableLmConfig(**sizes, num_key_value_heads=4, vocab_size=64).save_pretrained(tmp_path)
+    assert main(["advise", str(tmp_path)]) == 2
+    assert "Give --any_family" in capsys.readouterr().err
+    advice = _advice(capsys, str(tmp_path), "--any_family")
+    assert advice["model"]["pruned"] == 2 * (4 * 32 * 32 + 3 * 32 * 64)
 
 
 def test_falcon_caches_one_head_for_all_queries() -> None:
