@@ -76,7 +76,7 @@ def measure_moments(
     """Measure the moments of weights by a forward and a backward pass for each batch of (B, S) token ids.
 
     Raises:
-        ValueError: the inputs and gradients of experts cannot be observed.
+        ValueError: the inputs and gradients of experts cannot be observed, or those of a weight are not finite.
     """
     sums = _Sums(model, stream, list(weights))
     generator = torch.Generator(model.device).manual_seed(seed)
@@ -198,8 +198,17 @@ class _Sums:
             side.stream_CC.addmm_(value_TC.T, value_TC)
 
     def scored(self) -> list[ScoredWeight]:
-        """Return all weights: inputs as means over the tokens of a weight, gradients as sums over all tokens."""
-        for name, (inputs, _) in self._sides.items():
+        """Return all weights: inputs as means over the tokens of a weight, gradients as sums over all tokens.
+
+        Raises:
+            ValueError: a sum is not finite.
+        """
+        for name, (inputs, outputs) in self._sides.items():
+            if not all(side.square_EC.isfinite().all() for side in (inputs, outputs)):
+                raise ValueError(
+                    f"rotate: the inputs of {name}, or the gradients of its outputs, are not finite; store a float16 "
+                    "model in bfloat16 or float32, or give another one"
+                )
             count_E1 = self._tokens[name].clamp(min=1)[:, None]
             if inputs.stream_CC is None:
                 inputs.square_EC /= count_E1

@@ -43,6 +43,20 @@ def test_a_model_of_nan_is_refused_before_the_search() -> None:
         rotate(model, [token_batch()["input_ids"]], SparseForgeConfig(), steps=5)
 
 
+def test_gradients_that_leave_float16_are_named_before_the_search() -> None:
+    """Its passes forward are sound; behind a norm of small inputs gradients are large."""
+    model = built("llama").half()
+    model.lm_head.weight.data *= 100
+    for name, weight in model.named_parameters():
+        if name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight")):
+            weight.data *= 1e-5
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 1e-12
+    with pytest.raises(ValueError, match=r"rotate: the inputs of model\.layers\.0\..* are not finite; store a float16"):
+        rotate(model, [token_batch()["input_ids"]], SparseForgeConfig(), steps=5)
+
+
 @pytest.mark.parametrize(
     ("pattern", "dtype"),
     [("2:4", torch.float32), ("2:4", torch.float64), ("4:8", torch.float32), ("1:4", torch.float32)],
