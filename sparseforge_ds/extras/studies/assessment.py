@@ -19,12 +19,13 @@ from sparseforge_ds.evaluate.finished_model import (
     load_tokenizer,
     prune_by_magnitude,
 )
-from sparseforge_ds.evaluate.perplexity import NotFiniteError, Perplexity, Scoring, measure
+from sparseforge_ds.evaluate.perplexity import NotFiniteError, Perplexity, Scoring, cut_text, measure
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.extras.studies.settings import CompareConfig
 from sparseforge_ds.extras.studies.task_columns import TaskColumns
 from sparseforge_ds.extras.studies.texts import Texts
+from sparseforge_ds.model.registration import load_config
 
 
 class Evaluator:
@@ -34,6 +35,9 @@ class Evaluator:
         config: the comparison.
         texts: its held-out texts.
         pruned: block whose pattern and layers the magnitude baseline has.
+
+    Raises:
+        ValueError: a text or a task cannot be measured as the comparison asks.
     """
 
     def __init__(self, config: CompareConfig, texts: Texts, pruned: SparseForgeConfig) -> None:
@@ -43,6 +47,14 @@ class Evaluator:
         self.pruned = pruned
         self._documents = {"validation": texts.validation, "test": texts.test, **texts.other_texts}
         self._held_out = {"validation": config.validation_text, "test": config.test_text, **config.other_texts}
+        # What the dense model's measurement would refuse shows now, before a record is begun.
+        dense = load_config(config.model, config.model)
+        for name, documents in self._documents.items():
+            try:
+                cut_text(self.tokenizer, documents, self._scoring(name), [dense])
+            except ValueError as error:
+                message = str(error).replace("--seq_length", "evaluation_length")
+                raise ValueError(f"{name} text: {message}") from None
         self._tasks: TaskColumns | None = None
         if config.tasks is not None:
             self._tasks = TaskColumns(config.tasks, config.evaluation_batch, config.model, self.tokenizer)
@@ -158,10 +170,12 @@ class Evaluator:
         Raises:
             NotFiniteError: the loss or the perplexity is not finite.
         """
-        protocol = self._held_out[text].protocol
-        assert protocol is not None  # `read_config` has decided it
-        scoring = Scoring(protocol, self.config.evaluation_length, batch_size=self.config.evaluation_batch)
-        score = measure(model, self.tokenizer, self._documents[text], scoring, dense=dense)
+        score = measure(model, self.tokenizer, self._documents[text], self._scoring(text), dense=dense)
         if not math.isfinite(score.perplexity):
             raise NotFiniteError(f"{model.name_or_path}: the loss is {score.nll:.4g} nats, too much for a perplexity")
         return score
+
+    def _scoring(self, text: str) -> Scoring:
+        protocol = self._held_out[text].protocol
+        assert protocol is not None  # `read_config` has decided it
+        return Scoring(protocol, self.config.evaluation_length, batch_size=self.config.evaluation_batch)

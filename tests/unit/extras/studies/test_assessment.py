@@ -60,3 +60,24 @@ def test_a_loss_too_large_for_a_perplexity_has_diverged(tmp_path: Path, monkeypa
     evaluator = Evaluator(config, Texts(["A dog ran home."], ["A cat sat there."], {}, []), config.pruned)
     with pytest.raises(NotFiniteError, match="the loss is 800 nats, too much for a perplexity"):
         evaluator.measure(folder, "validation")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"evaluation_length": 1}, "validation text: evaluation_length 1: the model has 64 positions; use 2 to 64"),
+        ({"evaluation_length": 100}, "validation text: evaluation_length 100: the model has 64 positions"),
+        (
+            {"test_text": {"path": "stdlib:heldout", "protocol": "windows"}},
+            "test text: the text has .* evaluation_length",
+        ),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused_before_a_model_is_loaded(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """A record of them would refuse the corrected CONFIG in the same folder."""
+    folder = write_model(tmp_path / "model")
+    config = read_comparison(write(tmp_path, model=str(folder), one_shot={}, **settings))
+    with pytest.raises(ValueError, match=message):
+        Evaluator(config, Texts(["A dog ran home."], ["A cat."], {}, []), config.pruned)
