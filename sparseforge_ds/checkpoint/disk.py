@@ -125,7 +125,7 @@ def require_writable(path: Path, who: str) -> None:
     """
     present = next(parent for parent in (path, *path.parents) if parent.exists())
     if not present.is_dir():
-        raise ValueError(f"{who}: a file is there; give a folder")
+        raise ValueError(f"{who}: cannot be written, {present} is a file; give another place")
     if not os.access(present, os.W_OK):
         raise ValueError(f"{who}: cannot be written, {present} does not allow it; give another place")
 

@@ -292,8 +292,8 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.Captu
         ([str(dense), *SHORT], "none of its weights is packed, so there is nothing to compare; pack them"),
         ([str(packed), "--against", str(other), *SHORT], "hidden_size 20 is not the"),
         ([str(packed), "--against", str(half), *SHORT], "so the times would compare dtypes; give --dtype float32"),
-        (["no/model", "--out", str(dense / "config.json")], "config.json: a file is there; give a folder"),
-        (["no/model", "--out", str(dense / "config.json" / "x")], "a file is there; give a folder"),
+        (["no/model", "--out", str(dense / "config.json")], "config.json is a file; give another place"),
+        (["no/model", "--out", str(dense / "config.json" / "x")], "config.json is a file; give another place"),
         (
             [str(packed), "--values", "int5"],
             "--values: 'int5' is no form of values; use int8, fp8_e4m3, int4, or int4:N",
