@@ -95,7 +95,7 @@ def test_flags_that_do_not_fit_a_plan_are_refused(tmp_path: Path, capsys: pytest
         ("--dry_run", "--gpu", "h100", "--tokens", "100"): "--tokens 100: less than one sequence of 512",
         ("--dry_run", "--gpu", "h100", "--seq_length", "1"): "--seq_length 1: the model has",
         ("--dry_run", "--gpu", "h100", "--exclude", "nothing*"): "nothing*",
-        ("--dry_run", "--gpu", "h100", "--soft", "-1"): "start.soft = -1",
+        ("--dry_run", "--gpu", "h100", "--soft", "-1"): "--soft -1.0 is not valid",
     }.items():
         assert main([*words, *flags]) == 2, flags
         error = capsys.readouterr().err
