@@ -118,7 +118,7 @@ def test_a_study_goes_on_only_where_it_computes_as_before(
     with monkeypatch.context() as early:
         early.setattr(study, "check_study", lambda *_: pytest.fail("the study was checked"))
         assert main([*command[:-1], str(tmp_path / "train.jsonl" / "out")]) == 2
-        assert "out is a file; give another place" in capsys.readouterr().err
+        assert "train.jsonl is a file; give another place" in capsys.readouterr().err
     # A record says what it was made on.
     assert "the same command goes on" in said()
     assert json.loads(run.read_text())["wanted"]["hardware"] == {"dtype": "float32", "device": "cpu"}
