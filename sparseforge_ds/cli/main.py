@@ -8,6 +8,7 @@ help appears at once.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import io
 import os
 import re
@@ -67,7 +68,7 @@ TERMINATED = 143
 NOT_READ = 141
 """Exit code after the reader of our output, such as `head`, has closed the pipe; also as shells have it."""
 _EXIT_CODES = "exit code: 0 done; 2 an error, printed as one line\n\n"
-_KEY = re.compile(r"\bsparseforge\.(?!json\b)(?:start\.)?(\w+)(?: =)?")
+_KEY = re.compile(r"(?<![\w./-])sparseforge\.(?:start\.)?(\w+)(?: =)?")
 """Key of the `sparseforge` block in an error; a command without a JSON sets `keys_are_flags`."""
 _SIZE = {"TQDM_NCOLS": 80, "TQDM_NROWS": 24}
 """Size for a terminal that does not tell its own, as in a container; tqdm would show no bar there."""
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = args.run(args)
         sys.stdout.flush()
     except ValueError as error:
-        return _fail(_with_flags(str(error)) if getattr(args, "keys_are_flags", False) else str(error))
+        return _fail(_with_flags(str(error), args) if getattr(args, "keys_are_flags", False) else str(error))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush complains
         return NOT_READ
@@ -175,9 +176,15 @@ def set_up_bars() -> None:
             os.environ.setdefault(variable, str(size))
 
 
-def _with_flags(message: str) -> str:
-    """Return an error about a key of the `sparseforge` block as one about the flag of that name."""
-    return _KEY.sub(r"--\1", message).replace(" use null or ", " leave it out, or use ")
+def _with_flags(message: str, args: argparse.Namespace) -> str:
+    """Return an error about a key of the `sparseforge` block as one about the flag of that name, if there is one."""
+    from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
+
+    # A path may read like a key, as sparseforge.model does: MODEL is no key of the block.
+    keys = {field.name for kind in (SparseForgeConfig, BlockStartConfig) for field in dataclasses.fields(kind)}
+    flags = keys & vars(args).keys()
+    named = _KEY.sub(lambda key: f"--{key[1]}" if key[1] in flags else key[0], message)
+    return named.replace(" use null or ", " leave it out, or use ")
 
 
 def _fail(message: str) -> int:

@@ -293,6 +293,8 @@ def test_what_cannot_be_pruned_is_refused_before_a_folder_is_written(
     assert "error: --batch 0 is not valid: leave it out, or use an integer >= 1" in error("--batch", "0")
     assert "error: --seed -1 is not valid" in error("--seed", "-1")
     assert "error: --exclude: 'none' matches no weight" in error("--exclude", "none")
+    for name in ("sparseforge.model", "sparseforge.seed", "sparseforge.json"):  # a path, and no key
+        assert f"/{name}: " in error(model=tmp_path / name)
     assert "--rate 0.5: --epochs 0 trains nothing; leave one of the two out" in error("--epochs", "0", "--rate", "0.5")
     assert "--seed 5: --epochs 0 trains nothing; leave one of the two out" in error("--epochs", "0", "--seed", "5")
     assert "unknown pattern" in error("--pattern", "2of4")
