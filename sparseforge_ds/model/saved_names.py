@@ -92,10 +92,10 @@ class Placement:
         from sparseforge_ds.transformers_internals import get_model_conversion_mapping
 
         targets = Targets(model, get_model_conversion_mapping(model))
-        found = {name: targets.find(name) for name in names}
+        target_of = {name: targets.find(name) for name in names}
         return {
             name: SavedTensor(memory_name, 0, self.shapes[memory_name])
-            for name, (memory_name, conversion) in found.items()
+            for name, (memory_name, conversion) in target_of.items()
             if conversion is None and memory_name in self.shapes
         }
 

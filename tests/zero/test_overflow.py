@@ -145,10 +145,15 @@ def all_in_probe() -> list[tuple[str, dict[str, Any]]]:
         for importance in ("fisher", "hutchinson")
     ]
     # bf16 has fp32's range: there the loss itself is infinite.
-    whole = {"importance": "hutchinson", "curvature": {"per_token": False}}
+    at_weights = {"importance": "hutchinson", "curvature": {"per_token": False}}
     in_bf16 = [
         (f"{config} bf16 {stage}", overflow_in_probe(Case(stage=stage, dtype="bf16", config=config), math.inf))
-        for stage, config in ((1, whole), (2, {"importance": "fisher"}), (3, {"importance": "hutchinson"}), (3, whole))
+        for stage, config in (
+            (1, at_weights),
+            (2, {"importance": "fisher"}),
+            (3, {"importance": "hutchinson"}),
+            (3, at_weights),
+        )
     ]
     return in_fp16 + in_bf16
 

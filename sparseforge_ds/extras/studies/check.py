@@ -125,7 +125,7 @@ def _folder_hash(folder: Path) -> str:
 
 
 class StudyCheck(NamedTuple):
-    """What a study needs and its check has made."""
+    """Texts, method checks and evaluator of a study, made while it is checked."""
 
     texts: Texts
     checks: dict[str, MethodCheck]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, MptConfig, SeedOssConfig
@@ -81,6 +82,6 @@ def test_a_family_without_rows_or_with_others_is_refused(arguments: dict[str, ob
         ({"input_axis": -2, "stacked": 2}, "^a: stacked = 2 with input_axis = -2, .*; leave stacked out$"),
     ],
 )
-def test_a_row_of_no_layout_is_refused(settings: dict[str, int], message: str) -> None:
+def test_a_row_of_no_layout_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        sf.Row("a", **settings)  # type: ignore[arg-type]
+        sf.Row("a", **settings)
