@@ -60,6 +60,15 @@ def frame_tokens(
     return before, after
 
 
+def check_frame(tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame) -> None:
+    """Check that a tokenizer has the tokens of a frame.
+
+    Raises:
+        ValueError: the errors of `frame_tokens`.
+    """
+    frame_tokens(tokenizer, frame)
+
+
 def tokenize(
     documents: Sequence[Text], tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto"
 ) -> list[list[int]]:

@@ -278,9 +278,9 @@ def register_family(
         ValueError: the family has other rows already, `like` has none, nothing is prunable, or an argument is one glob
             where a list belongs.
     """
-    for key, given in {"prunable": prunable, "dense": dense, "experts": experts, "saved_as": saved_as}.items():
-        if isinstance(given, str | Row | SavedAs):  # the letters of a text would be globs, and * one of them
-            raise ValueError(f"register_family: {key} = {given!r} is no list; write [{given!r}]")
+    for key, value in {"prunable": prunable, "dense": dense, "experts": experts, "saved_as": saved_as}.items():
+        if isinstance(value, str | Row | SavedAs):  # the letters of a text would be globs, and * one of them
+            raise ValueError(f"register_family: {key} = {value!r} is no list; write [{value!r}]")
     if like is not None and like not in FAMILIES:
         raise ValueError(f"register_family: like={like!r} has no rows; known families: {', '.join(FAMILIES)}")
     # The rows of the other family come first.

@@ -19,7 +19,7 @@ from sparseforge_ds.data.held_out import find_held_out
 from sparseforge_ds.data.mixture import STREAM, Mixture, find_text
 from sparseforge_ds.data.teacher_logits import require_matching_settings
 from sparseforge_ds.data.text_files import LocalText, TextOptions, TextSource
-from sparseforge_ds.data.tokenization import check_trained, frame_tokens
+from sparseforge_ds.data.tokenization import check_frame, check_trained
 from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.architecture import Architecture, architecture_of, bare_model
 from sparseforge_ds.model.distill import check_same_vocabulary
@@ -255,7 +255,7 @@ def make_spec(
     if find is None:
         find = find_model
         model = find_model(arguments.model, "--model")
-        frame_tokens(model.tokenizer, arguments.document_frame)  # raises where it has none
+        check_frame(model.tokenizer, arguments.document_frame)
     else:
         model = find(arguments.model, "--model")
     teacher = None

@@ -16,7 +16,7 @@ from typing import Any
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL, DocumentFrame, RunArguments
 from sparseforge_ds.data.hub_text import HubText
 from sparseforge_ds.data.mixture import file_lines
-from sparseforge_ds.data.tokenization import frame_tokens
+from sparseforge_ds.data.tokenization import check_frame
 from sparseforge_ds.extras.planner.flops import attention_layers
 from sparseforge_ds.extras.planner.machine import GIB, Machine
 from sparseforge_ds.extras.planner.plan import Plan, make_plan
@@ -78,7 +78,7 @@ def _find(name: str, flag: str, frame: DocumentFrame, unchecked: list[str]) -> P
     if name == EMBEDDED_MODEL or Path(name).exists():
         model = find_model(name, flag)
         if flag == "--model":
-            frame_tokens(model.tokenizer, frame)  # raises where it has none
+            check_frame(model.tokenizer, frame)
         return model
     unchecked.append(f"{flag} {name}: its weights and tokenizer are on the hub")
     return find_config_only(name, flag)

@@ -47,13 +47,17 @@ class SearchSettings:
 def check_pattern(pattern: Pattern, by_name: Mapping[str, Dimension], weights: Iterable[SparseWeight]) -> None:
     """Raise ValueError unless weights read some dimension, and every group lies within one block of its channels."""
     axes = {weight.name: weight.input_axis for weight in weights}
-    read = [d for d in by_name.values() if any(axes.get(axis.tensor) == axis.axis for axis in d.axes)]
-    if not read:
+    contracted = [
+        dimension
+        for dimension in by_name.values()
+        if any(axes.get(axis.tensor) == axis.axis for axis in dimension.axes)
+    ]
+    if not contracted:
         raise ValueError(
             f"permute: none of the {len(axes)} weights that the pattern prunes, such as {next(iter(axes))}, reads "
             "channels that may move, so every order keeps as much; exclude fewer, or permute more dimensions"
         )
-    for dimension in read:
+    for dimension in contracted:
         if dimension.channels % pattern.members:
             raise ValueError(
                 f"permute: {dimension.name} has blocks of {dimension.channels} channels, no multiple of "
