@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparseforge_ds.branches.branch_masters import as_forward_dtype, forget_moments, gather_master, write
 from sparseforge_ds.branches.decompose import decompose_into_branches
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.shift import best_shift
 from sparseforge_ds.model.branch import branches, run_length
-from sparseforge_ds.model.families import LOW_RANK
+from sparseforge_ds.model.families import BRANCH, LOW_RANK
 from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.halo import HaloExchange
 from sparseforge_ds.zero.shard import Shard
@@ -51,7 +51,7 @@ def switch_on_branches(weights: ShardedWeights, publish: Publish | None) -> None
     def removed(shard: Shard) -> Tensor:
         """Return (numel of the shard,) fp32 (1 - m_eff) W."""
         if publish is None:
-            return weights.state.dense(shard) - shard.slice_of_flat(layout.flats[shard.flat].data)
+            return weights.state.dense(shard) - layout.master(shard)
         if shard.flat not in published:
             published.clear()
             dense = weights.state.weights_being_trained(shard.flat)
@@ -60,7 +60,7 @@ def switch_on_branches(weights: ShardedWeights, publish: Publish | None) -> None
         return weights.state.dense(shard) - shard.slice_of_flat(published[shard.flat])
 
     added = branches(weights.engine.module)
-    forget_moments(layout, [weights.prunable[name] for name in added])
+    _forget_moments(weights)
     for name, branch in added.items():
         weight = weights.prunable[name]
         shard = layout.shards[name]
@@ -84,7 +84,7 @@ def switch_on_branches(weights: ShardedWeights, publish: Publish | None) -> None
         by_segment = b.view(-1, 1) if input_last else b.view(outputs, segments).t()
         by_segment[shard.start // period * per_unit :][: len(mean_RA)] = mean_RA
         layout.sum_shards(b)
-        write(layout, weight, LOW_RANK, b)
+        layout.write_master(f"{weight.module}.{LOW_RANK}", b)
         branch.enabled = True
 
 
@@ -92,6 +92,7 @@ def move_into_branches(model: nn.Module, weights: ShardedWeights) -> None:
     """Move what `low_rank` takes from the weights into the branches, before the first step. Collective."""
     low_rank = weights.config.low_rank
     assert low_rank is not None
+    _forget_moments(weights)
     (decompose_into_branches if low_rank.learned else shift_into_branches)(model, weights)
 
 
@@ -116,7 +117,6 @@ def shift_into_branches(model: nn.Module, weights: ShardedWeights) -> None:
     periods = {
         name: unit_of[name].period(shard.shape, weights.prunable[name].input_axis) for name, shard in shards.items()
     }
-    forget_moments(layout, [weights.prunable[name] for name in added])
     unit_halo = HaloExchange(layout, shards, periods)
     halo = unit_halo.exchange(weights.dense)
     for name, branch in added.items():
@@ -126,7 +126,8 @@ def shift_into_branches(model: nn.Module, weights: ShardedWeights) -> None:
         outputs = weight.numel // inputs
         segments = math.ceil(inputs / k)
         unit, per_unit = _unit(inputs, k)
-        before = gather_master(layout, weight, LOW_RANK).view(-1)
+        branch_name = f"{weight.module}.{LOW_RANK}"
+        before = layout.gather_master(branch_name).view(-1)
         # Find b of the segments that begin here, and sum over the ranks.
         b = torch.zeros(outputs * segments, device=layout.device)
         in_unit_S = torch.arange(per_unit, device=layout.device)
@@ -150,16 +151,31 @@ def shift_into_branches(model: nn.Module, weights: ShardedWeights) -> None:
             segments_of_chunks.append(segment_RS)
         layout.sum_shards(b)
         b += before
-        write(layout, weight, LOW_RANK, b)
+        layout.write_master(branch_name, b)
         # W gives up what the forward will see B add.
-        gained = as_forward_dtype(layout, weight, LOW_RANK, branch, b)
-        gained -= as_forward_dtype(layout, weight, LOW_RANK, branch, before)
+        gained = layout.as_forward_dtype(branch_name, b) - layout.as_forward_dtype(branch_name, before)
         for chunk, segment_RS in zip(unit_halo.chunks[name], segments_of_chunks, strict=True):
             dense = weights.dense(chunk)
             b_RU = gained[segment_RS].to(dense.device).repeat_interleave(k, dim=1)[:, :unit]
             shift = unit_of[name].from_groups(b_RU, weight.shape, weight.input_axis)
             dense -= unit_halo.without_halo(chunk, shift)
         branch.enabled = True
+
+
+def _forget_moments(weights: ShardedWeights) -> None:
+    """Let Adam begin anew with all branches.
+
+    It has counted steps in which a branch had no gradient, and would take several times the rate.
+    """
+    layout = weights.layout
+    flats = {shard.flat for name, shard in layout.shards.items() if name.rpartition(".")[2] in BRANCH}
+    for flat in flats:
+        state: dict[str, Any] = layout.inner.state.get(layout.flats[flat], {})
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                value.zero_()
+            elif key == "step":
+                state[key] = 0
 
 
 def _unit(inputs: int, k: int) -> tuple[int, int]:

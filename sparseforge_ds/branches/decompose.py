@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparseforge_ds.branches.branch_masters import as_forward_dtype, forget_moments, gather_master, write
 from sparseforge_ds.mask.kernels.groups import survivors
-from sparseforge_ds.model.branch import Branch, branches
+from sparseforge_ds.model.branch import branches
 from sparseforge_ds.model.families import BRANCH, LOW_RANK
 from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.halo import Halo
@@ -48,26 +47,23 @@ def decompose_into_branches(model: nn.Module, weights: ShardedWeights) -> None:
     """
     added = branches(model)
     layout = weights.layout
-    forget_moments(layout, [weights.prunable[name] for name in added])
-    for name, branch in added.items():
-        weight = weights.prunable[name]
-        masters = [gather_master(layout, weight, which) for which in BRANCH]
-        b_OK, p_KI = (_seen(weights, name, branch, *value) for value in zip(BRANCH, masters, strict=True))
+    for name in added:
+        branch_names = [f"{weights.prunable[name].module}.{which}" for which in BRANCH]
+        b_OK, p_KI = (
+            layout.as_forward_dtype(branch_name, layout.gather_master(branch_name)) for branch_name in branch_names
+        )
         _add(weights, name, b_OK, p_KI)
     halo = weights.halo.exchange(weights.dense, added)
     for name, branch in added.items():
         weight = weights.prunable[name]
         left_RK, right_CK = _search(weights, name, halo)
         factors = [_same(layout, factor) for factor in balanced_factors(left_RK, right_CK, weight.input_axis == -1)]
-        for which, factor in zip(BRANCH, factors, strict=True):
-            write(layout, weight, which, factor)
-        b_OK, p_KI = (_seen(weights, name, branch, *value) for value in zip(BRANCH, factors, strict=True))
+        branch_names = [f"{weight.module}.{which}" for which in BRANCH]
+        for branch_name, factor in zip(branch_names, factors, strict=True):
+            layout.write_master(branch_name, factor)
+        b_OK, p_KI = map(layout.as_forward_dtype, branch_names, factors)
         _add(weights, name, -b_OK, p_KI)
         branch.enabled = True
-
-
-def _seen(weights: ShardedWeights, name: str, branch: Branch, which: str, value: Tensor) -> Tensor:
-    return as_forward_dtype(weights.layout, weights.prunable[name], which, branch, value)
 
 
 def _add(weights: ShardedWeights, name: str, b_OK: Tensor, p_KI: Tensor) -> None:

@@ -75,10 +75,10 @@ class Hutchinson(Estimator):
         """Let the next forward see w + r v."""
         context = self.context
         layout = context.layout
-        for name, shard in context.shards.items():
-            master = layout.flats[shard.flat].data
+        for name in context.shards:
             for chunk in context.chunks[name]:
-                chunk.slice_of_flat(master).add_(self._sign(keys[name], chunk, master.device) * radii[name])
+                master = layout.master(chunk)
+                master.add_(self._sign(keys[name], chunk, master.device) * radii[name])
         layout.push()
 
     def _add_side(
@@ -110,7 +110,7 @@ class Hutchinson(Estimator):
         context = self.context
         table = torch.zeros(len(context.shards), 2, dtype=torch.float64, device=context.layout.device)
         for row, shard in enumerate(context.shards.values()):
-            values = shard.slice_of_flat(context.layout.flats[shard.flat].detach()).double()
+            values = context.layout.master(shard).double()
             table[row, 0] = values.square().sum()
             table[row, 1] = values.numel()
         square, count = context.matrices.layout.sum_shards(table).unbind(1)

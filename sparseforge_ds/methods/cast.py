@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from sparseforge_ds.curvature.ranking import Ranking
 from sparseforge_ds.methods.periodic_magnitude_mask import PeriodicMagnitudeMask
-from sparseforge_ds.model.weight_scale import Scaled, scaled_layers
+from sparseforge_ds.model.weight_scale import scaled_layers
 from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.extra_passes import Closure, ProbeBatches
 
@@ -71,8 +71,11 @@ class Cast(PeriodicMagnitudeMask):
         """Do W <- s W, s <- 1, one layer at a time: s is sharded unlike W, so every rank gathers all of it."""
         weights = self.weights
         for name, layer in scaled_layers(weights.engine.module).items():
-            scale = self._take_scale(name, layer)
             weight = weights.prunable[name]
+            # Take the factors from all ranks, and leave ones.
+            scale_name = f"{weight.module}.weight_scale"
+            scale = weights.layout.gather_master(scale_name).view(-1)
+            weights.layout.master(weights.layout.shards[scale_name]).fill_(1.0)
             inputs = weight.shape[weight.input_axis]
             for chunk in weights.chunks([name]):
                 index = torch.arange(chunk.start, chunk.stop, device=scale.device)
@@ -81,14 +84,3 @@ class Cast(PeriodicMagnitudeMask):
                 dense.mul_(scale[output].to(dense.device))
             layer.enabled = False
         self.ranking.curvature.extra_passes.forget_gradients()  # else the gradient of s would stay in the norm
-
-    def _take_scale(self, name: str, layer: Scaled) -> Tensor:
-        """Return (out,) factors of a layer from all ranks, and set them to 1. Collective."""
-        layout = self.weights.layout
-        own = layout.shards[f"{self.weights.prunable[name].module}.weight_scale"]
-        master = own.slice_of_flat(layout.flats[own.flat].data)
-        scale = torch.zeros(own.shape, device=layout.device).view(-1)
-        scale[own.start : own.stop] = master.to(scale)
-        layout.sum_shards(scale)
-        master.fill_(1.0)
-        return scale

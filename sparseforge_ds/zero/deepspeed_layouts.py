@@ -258,7 +258,7 @@ class _Stage0Layout(ShardLayout):
     @override
     def push(self) -> None:
         for shard in self.shards.values():
-            self._low_precision_of(shard).copy_(shard.slice_of_flat(self.flats[shard.flat].detach()))
+            self._low_precision_of(shard).copy_(self.master(shard))
 
 
 class Fp16Layout(_Stage0Layout):

@@ -67,7 +67,7 @@ class FullParameters:
             return self._untrained[name]
         shard = self.layout.shards[name]
         prunable = shard.flat in self._prunable
-        own_values = self.state.dense(shard) if prunable else shard.slice_of_flat(self.layout.flats[shard.flat].data)
+        own_values = self.state.dense(shard) if prunable else self.layout.master(shard)
         return shard.start, shard.stop, own_values
 
 

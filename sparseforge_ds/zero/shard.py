@@ -230,7 +230,7 @@ class ShardLayout(ABC):
     def _require_finite(self, shards: Iterable[Shard]) -> None:
         """Raise ValueError for a shard whose masters are infinite or NaN."""
         for shard in shards:
-            if not shard.slice_of_flat(self.flats[shard.flat].detach()).isfinite().all():
+            if not self.master(shard).isfinite().all():
                 raise ValueError(
                     f"{shard.name} holds infinity or NaN in {self.compute_dtype}: the model that was loaded is "
                     "damaged; give a sound one, or one that fits the run's dtype"
@@ -239,8 +239,27 @@ class ShardLayout(ABC):
     def _equals_copy(self, shard: Shard) -> bool:
         """Return True if the master of a shard rounds to the weight that the forward sees."""
         copy = self._low_precision_of(shard)
-        master = shard.slice_of_flat(self.flats[shard.flat].detach())
-        return torch.equal(master.to(copy.dtype).to(copy.device), copy)
+        return torch.equal(self.master(shard).to(copy.dtype).to(copy.device), copy)
+
+    def master(self, shard: Shard) -> Tensor:
+        """Return a (numel of the shard,) view of the masters of a shard or a part of one."""
+        return shard.slice_of_flat(self.flats[shard.flat].data)
+
+    def gather_master(self, name: str) -> Tensor:
+        """Return the master of a weight in fp32, in its shape, on every rank. Collective."""
+        shard = self.shards[name]
+        full = torch.zeros(shard.shape, device=self.device)
+        full.view(-1)[shard.start : shard.stop] = self.master(shard)
+        return self.sum_shards(full)
+
+    def write_master(self, name: str, full: Tensor) -> None:
+        """Set the master of a weight, of which every rank has all elements, in any shape."""
+        shard = self.shards[name]
+        self.master(shard).copy_(full.reshape(-1)[shard.start : shard.stop])
+
+    def as_forward_dtype(self, name: str, full: Tensor) -> Tensor:
+        """Return what the forward sees of values of the master of a weight, in fp32."""
+        return full.to(self.flats[self.shards[name].flat].dtype).to(self.low_precision[name].dtype).float()
 
     def _low_precision_of(self, shard: Shard) -> Tensor:
         """Return a (numel of the shard,) view of the weight that the forward sees."""
