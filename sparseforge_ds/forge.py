@@ -134,6 +134,8 @@ class SparseForge:
     def start(self, probe: Closure | ProbeBatches | None = None) -> None:
         """Make a fresh run ready: shift weights into branches, then choose masks or train blocks, as the config asks.
 
+        After an error of the probe it may be called again, except with a shift or a curvature by elements.
+
         Args:
             probe: as in `step`; needed for a block-wise start, and for a starting mask by another importance than
                 `magnitude`.
@@ -146,11 +148,16 @@ class SparseForge:
             return
         self._require_finished()
         self.method.require_start_probe(probe)
-        self._call_in_progress = "forge.start"
+        # Measure before anything changes, so that a start whose probe fails can be called again. The probe must see
+        # shifted weights, and an estimate of elements displaces weights while it is made.
+        if self.config.moves_weights_into_branches or self.curvature.estimator is not None:
+            self._call_in_progress = "forge.start"
         if self.config.moves_weights_into_branches:
             move_into_branches(self.engine.module, self.sharded)
-            self._republish()  # the probe that chooses the mask must see the shifted weights
-        self.method.start(probe)
+            self._republish()
+        self.method.measure_start(probe)
+        self._call_in_progress = "forge.start"
+        self.method.start()
         self.ready = True
         self._switch_on_branches(0)
         self._republish()

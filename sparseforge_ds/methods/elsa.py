@@ -19,7 +19,6 @@ from typing_extensions import override
 from sparseforge_ds.curvature.ranking import Ranking
 from sparseforge_ds.methods.periodic_magnitude_mask import PeriodicMagnitudeMask
 from sparseforge_ds.sharded_weights import ShardedWeights
-from sparseforge_ds.zero.extra_passes import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 
 
@@ -33,9 +32,9 @@ class Elsa(PeriodicMagnitudeMask):
         weights.require_adam("elsa")
 
     @override
-    def start(self, probe: Closure | ProbeBatches | None) -> None:
+    def start(self) -> None:
         """Let z be the projection of W, and u be 0."""
-        super().start(probe)
+        super().start()
         weights = self.weights
         for chunk in weights.chunks():
             torch.mul(weights.dense(chunk), weights.state.mask(chunk), out=weights.state_view(chunk, "split"))

@@ -54,9 +54,9 @@ class MaskLLM(StartingMask):
     # -- the method ---------------------------------------------------------------------------------------------------
 
     @override
-    def start(self, probe: Closure | ProbeBatches | None) -> None:
+    def start(self) -> None:
         """Choose the mask that the logits lean to, and draw the first sample."""
-        super().start(probe)
+        super().start()
         weights = self.weights
         halo = weights.exchange("mask")
         for shard in weights.chunks():

@@ -18,6 +18,7 @@ from sparseforge_ds.mask.kernels.chunks import chunks
 from sparseforge_ds.mask.kernels.codes import values_of
 from sparseforge_ds.mask.kernels.publication import publish
 from sparseforge_ds.sharded_weights import ShardedWeights
+from sparseforge_ds.start.block_start import BlockStart
 from sparseforge_ds.zero.extra_passes import Closure, ProbeBatches
 
 
@@ -37,6 +38,9 @@ class MaskMethod:
         self.ranking = ranking
         self.written_masters: Collection[int] = ()
         """Partitions whose masters `update` has written already, until the next `write_masters`."""
+        self._block_start = (
+            BlockStart(weights, ranking.curvature.extra_passes) if weights.config.starts_by_block else None
+        )
 
     @property
     def next_step(self) -> int:
@@ -54,10 +58,25 @@ class MaskMethod:
         return self.weights.state.frozen and not self.weights.state.released
 
     def require_start_probe(self, probe: Closure | ProbeBatches | None) -> None:
-        """Raise ValueError if `start` cannot work with this probe, before anything is changed."""
+        """Raise ValueError if `measure_start` cannot work with this probe."""
+        if self._block_start is not None:
+            self._block_start.require_probe(probe)
 
-    def start(self, probe: Closure | ProbeBatches | None) -> None:
-        """Choose the masks that the first step of a fresh run sees. Collective."""
+    def measure_start(self, probe: Closure | ProbeBatches | None) -> None:
+        """Measure what `start` needs. Collective.
+
+        Weights and masks stay as they are; only a curvature by elements may leave them changed after an error.
+        """
+        if self._block_start is not None:
+            self._block_start.read(probe)
+
+    def start(self) -> None:
+        """Choose the masks that the first step of a fresh run sees, from what `measure_start` has measured. Collective.
+
+        A block-wise start trains the blocks, too.
+        """
+        if self._block_start is not None:
+            self._block_start.run()
 
     def measures(self, step: int) -> bool:
         """Return True if `update` takes a new curvature after optimizer step `step`."""

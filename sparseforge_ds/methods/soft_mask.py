@@ -20,7 +20,6 @@ from sparseforge_ds.mask.kernels.fused_update import MaskUpdate, update_mask_in_
 from sparseforge_ds.mask.kernels.publication import soft_publish, soft_step
 from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.sharded_weights import ShardedWeights
-from sparseforge_ds.start.block_start import BlockStart
 from sparseforge_ds.zero.extra_passes import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 
@@ -36,12 +35,8 @@ class SoftMask(MaskMethod):
         assert isinstance(weights.config.method, SoftMaskConfig)
         self.settings = weights.config.method
         self.schedule = self.settings.schedule(weights.config.max_steps)
-        block_start = weights.config.start
         self._tiled: TiledShards | None = None
         """Shards whose masks are moved a partition at a time, from the first move to the freeze."""
-        self._by_block = (
-            None if block_start is None else BlockStart(weights, ranking.curvature.extra_passes, block_start)
-        )
 
     @property
     @override
@@ -55,21 +50,7 @@ class SoftMask(MaskMethod):
     @property
     @override
     def needs_start(self) -> bool:
-        return self._by_block is not None
-
-    @override
-    def require_start_probe(self, probe: Closure | ProbeBatches | None) -> None:
-        if self._by_block is not None:
-            self._by_block.require_probe(probe)
-
-    @override
-    def start(self, probe: Closure | ProbeBatches | None) -> None:
-        """Prune and train the blocks under masks of their own.
-
-        The run then begins with masks of 1, and with 0 for the weights that were pruned.
-        """
-        if self._by_block is not None:
-            self._by_block.run(probe)
+        return self._block_start is not None
 
     @override
     def resume(self) -> None:

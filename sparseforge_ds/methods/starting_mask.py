@@ -10,45 +10,42 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from sparseforge_ds.curvature.ranking import Ranking
 from sparseforge_ds.mask.kernels.groups import survivors
 from sparseforge_ds.methods.method import MaskMethod
-from sparseforge_ds.sharded_weights import ShardedWeights
-from sparseforge_ds.start.block_start import BlockStart
 from sparseforge_ds.zero.extra_passes import Closure, ProbeBatches
 
 
 class StartingMask(MaskMethod):
     """Mask that is chosen before the first step and kept: method `naive_retrain`, and base of others."""
 
-    def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
-        super().__init__(weights, ranking)
-        block_start = weights.config.block_start
-        self._by_block = (
-            None if block_start is None else BlockStart(weights, ranking.curvature.extra_passes, block_start)
-        )
-
     @override
     def require_start_probe(self, probe: Closure | ProbeBatches | None) -> None:
-        if self._by_block is not None:
-            self._by_block.require_probe(probe)
-        else:
-            self.ranking.curvature.require_probe(probe, "start")
+        super().require_start_probe(probe)
+        self.ranking.curvature.require_probe(probe, "start")
+
+    @override
+    def measure_start(self, probe: Closure | ProbeBatches | None) -> None:
+        """Measure the curvature that the mask is chosen by. Collective.
+
+        Raises:
+            ForgeError: it is not finite.
+        """
+        super().measure_start(probe)
+        self.ranking.curvature.refresh(probe, self.write_masters)
+        self.ranking.curvature.require_refreshed()
 
     @override
     @torch.no_grad()
-    def start(self, probe: Closure | ProbeBatches | None) -> None:
+    def start(self) -> None:
         """Take the N best of every group as the mask. Collective.
 
         Raises:
             ForgeError: there is no usable curvature.
         """
-        weights = self.weights
-        if self._by_block is not None:
-            self._by_block.run(probe)
+        super().start()
+        if self._block_start is not None:
             return
-        self.ranking.curvature.refresh(probe, self.write_masters)
-        self.ranking.curvature.require_refreshed()
+        weights = self.weights
         for shard, score_GM in self.ranking.scored():
             target = weights.from_groups(shard, survivors(score_GM, weights.pattern))
             weights.state.write_mask(shard, target)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
+from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.model.shared_weights import refuse_shared
 from sparseforge_ds.ranks import AgreedError, all_or_raise
@@ -65,8 +65,10 @@ def check_blocks(model: nn.Module, weights: Collection[PrunableWeight], config: 
 class BlockStart:
     """Start of a run: the whole model is pruned, block by block."""
 
-    def __init__(self, weights: ShardedWeights, extra_passes: ExtraPasses, settings: BlockStartConfig) -> None:
+    def __init__(self, weights: ShardedWeights, extra_passes: ExtraPasses) -> None:
         """Find the blocks. Raises ValueError as `check_blocks`."""
+        settings = weights.config.block_start
+        assert settings is not None
         self.weights = weights
         self.extra_passes = extra_passes
         model = weights.engine.module
@@ -77,6 +79,8 @@ class BlockStart:
         self.blocks = decoder_blocks(model, list(weights.prunable.values()))
         self.dtype: torch.dtype = weights.layout.compute_dtype
         """The dtype that the engine's forward computes in."""
+        self._inputs: BlockInputs | None = None
+        """What the blocks are called with, from `read` to `run`."""
 
     def require_probe(self, probe: Closure | ProbeBatches | None) -> None:
         """Raise ValueError if there is no text, or only one micro-batch to train every block on."""
@@ -90,19 +94,17 @@ class BlockStart:
             )
 
     @torch.no_grad()
-    def run(self, probe: Closure | ProbeBatches | None) -> None:
+    def run(self) -> None:
         """Set mask and dense weights of every prunable weight, and what is trained beside them. Collective.
 
-        Where masks move afterwards, they stay 1, and what is pruned becomes 0.
+        It takes what `read` has read. Where masks move afterwards, they stay 1, and what is pruned becomes 0.
 
         Raises:
-            ValueError: on all ranks: `require_probe` refuses the probe, a block cannot be run alone, or its inputs are
-                not finite.
+            ValueError: on all ranks: a block cannot be run alone, or its inputs are not finite.
         """
-        self.require_probe(probe)
-        assert probe is not None
-        # Record what the engine calls the blocks with.
-        inputs = self._read(batches_of(probe))
+        inputs = self._inputs
+        assert inputs is not None
+        self._inputs = None
         parameters = FullParameters(self.weights.layout, self.weights.state)
         # Solve block after block, on the outputs of the one before.
         start_time = time.perf_counter()
@@ -121,8 +123,18 @@ class BlockStart:
 
     # -- what the blocks are called with ------------------------------------------------------------------------------
 
-    def _read(self, batches: ProbeBatches) -> BlockInputs:
-        """Run the dense model over as many batches as the start reads, and keep what its blocks are called with."""
+    @torch.no_grad()
+    def read(self, probe: Closure | ProbeBatches | None) -> None:
+        """Run the dense model over as many batches as the start reads, and keep what its blocks are called with.
+
+        Collective. No weight changes.
+
+        Raises:
+            ValueError: on all ranks: `require_probe` refuses the probe, or batches do not have equally many passes.
+        """
+        self.require_probe(probe)
+        assert probe is not None
+        batches = batches_of(probe)
         layout = self.weights.layout
         modules = [layout.engine.module.get_submodule(block.name) for block in self.blocks]
         inputs = BlockInputs(modules, self.dtype)
@@ -149,7 +161,7 @@ class BlockStart:
         inputs.pruned = inputs.dense.copy()
         if epochs := self.settings.epochs:
             _LOG.info(f"start: {tokens:,} tokens, {batches_to_read * epochs} steps of each of {len(modules)} blocks")
-        return inputs
+        self._inputs = inputs
 
     def _batches(self, batch_tokens: float, batch_sequences: float) -> int:
         """Return how many batches are read.

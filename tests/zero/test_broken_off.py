@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import sparseforge_ds as sf
 from tests.distributed import run_distributed
-from tests.zero.case import MODELS, SHORT, Case, build, build_engine, probe_of, train_step
+from tests.zero.case import MODELS, SHORT, Case, build, build_engine, probe_of, states, train_step
 from tests.zero.test_communication import counted
 
 STAGES = (1, 2, 3)
@@ -161,6 +161,45 @@ def fails_on_one_rank(call: str) -> None:
 def test_the_error_of_one_rank_ends_all(call: str) -> None:
     with pytest.raises(ValueError, match=OUT_OF_TEXT):
         run_distributed(fails_on_one_rank, 2, call)
+
+
+# -- a start ----------------------------------------------------------------------------------------------------------
+
+
+def start_twice(case: Case) -> bool:
+    """Return whether a start after one whose probe has failed chooses the masks of a first start."""
+    masks = []
+    for failures in (0, 1):
+        engine, forge = build(case)
+        for _ in range(failures):
+            with pytest.raises(ValueError, match=OUT_OF_TEXT):
+                forge.start(Passes(FailingProbe(engine, case, [])))
+        forge.start(Passes(probe_of(engine, case, 0)))
+        masks.append(states(forge, "mask")["mask"])
+    first, second = masks
+    return all(torch.equal(mask, second[name]) for name, mask in first.items())
+
+
+def starts_again() -> tuple[dict[str, bool], str]:
+    """Return the results of `start_twice`, and the message of a second start that is refused."""
+    stage_of = {"fisher": 1, "wanda": 2, "hutchinson of outputs": 3}
+    cases = {
+        name: Case(stage, config={**CURVATURES[name], "method": "naive_retrain"}) for name, stage in stage_of.items()
+    }
+    # An estimate of elements displaces weights.
+    engine, forge = build(Case(2, config={**CURVATURES["hutchinson of weights"], "method": "naive_retrain"}))
+    with pytest.raises(ValueError, match="the probe returned int, not a scalar loss"):
+        forge.start(lambda: 0)
+    with pytest.raises(sf.ForgeError) as refused:
+        forge.start(probe_of(engine, cases["fisher"], 0))
+    return {name: start_twice(case) for name, case in cases.items()}, str(refused.value)
+
+
+def test_a_start_whose_probe_has_failed_can_be_called_again() -> None:
+    """Not where the probe displaces weights."""
+    for results, refused in run_distributed(starts_again, 2):
+        assert results == dict.fromkeys(results, True)
+        assert "forge.start broke off" in refused
 
 
 # -- the optimizer's step ---------------------------------------------------------------------------------------------
