@@ -128,7 +128,7 @@ class Messages(TorchDispatchMode):
 def held_bytes(forge: SparseForge) -> dict[str, int]:
     """Bytes of the tensors that exist on this rank because of a forge: its optimizer state, and all it can reach."""
     layout = forge.sharded.layout
-    states = [forge.sharded.state.partition(index) for index in forge.sharded.state.flats]
+    states = [forge.sharded.state.partition(index) for index in forge.sharded.state.shards_in]
     counted = {key: sum(state[key].nbytes for state in states if key in state) for key in STATE_KEYS}
     reference = [*layout.flats, *layout.low_precision.values()]
     reference += [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]

@@ -199,7 +199,6 @@ class EstimatorContext:
 
     def add_gradient(self, index: int, gradient: Tensor, names: set[str], add: Callable[[Shard, Tensor], None]) -> None:
         """Call add(shard, its gradient) for the shards of `names` in one master partition."""
-        for name in names:
-            shard = self.shards[name]
-            if shard.flat == index:
+        for shard in self.layout.shards_in[index]:
+            if shard.name in names:
                 add(shard, shard.slice_of_flat(gradient).float())

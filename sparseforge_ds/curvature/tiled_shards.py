@@ -52,7 +52,7 @@ class TiledShards:
         self.rest: list[str] = []
         """Weights whose shard is updated by itself: it cuts a group or a byte of bits, or its inputs come first."""
         sums = AxisSums(weights.matrices, weights.shards, torch.device("cpu"))
-        runs: dict[int, list[MatrixRun]] = {index: [] for index in weights.state.flats}
+        runs: dict[int, list[MatrixRun]] = {index: [] for index in weights.state.shards_in}
         self.chunks: dict[int, list[Shard]] = {index: [] for index in runs}
         """Chunks of the shards that are in tiles, by partition."""
         inputs_first = 0

@@ -69,14 +69,14 @@ class MaskLLM(StartingMask):
                 first_logits(noise_GK, mask_GM, self.kept_count, self.settings.spread, self.settings.prior),
             )
         self.resume()
-        for index in weights.state.flats:
+        for index in weights.state.shards_in:
             self._sample(index, 0)
 
     @override
     def resume(self) -> None:
         """Fetch the logits of cut groups; a frozen mask has none any more."""
         released = self.weights.state.released
-        self._halo = {} if released else {index: self._exchange(index) for index in self.weights.state.flats}
+        self._halo = {} if released else {index: self._exchange(index) for index in self.weights.state.shards_in}
 
     @override
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
@@ -136,7 +136,7 @@ class MaskLLM(StartingMask):
 
     def _names(self, index: int) -> list[str]:
         """Return the weights of a master partition, also those of which this rank has no element."""
-        return [shard.name for shard in self.weights.shards.values() if shard.flat == index]
+        return [shard.name for shard in self.weights.layout.shards_in[index]]
 
     def _chunks(self, index: int) -> Iterator[Shard]:
         """Yield the shards of a master partition, a bounded chunk at a time."""

@@ -133,7 +133,7 @@ class MaskMethod:
         """
         written = () if hard else self.written_masters
         self.written_masters = ()
-        for index in self.weights.state.flats:
+        for index in self.weights.state.shards_in:
             dense = self.weights.state.separate_dense(index)
             # Where W is not kept beside the master, the master is W, and there is nothing to write.
             if dense is not None and index not in written:

@@ -88,7 +88,7 @@ class PeriodicMagnitudeMask(StartingMask):
     @torch.no_grad()
     def _choose_again(self, index: int) -> None:
         weights = self.weights
-        names = [name for name, shard in weights.shards.items() if shard.flat == index]
+        names = [shard.name for shard in weights.layout.shards_in[index]]
         halo = weights.halo.exchange(self.score, names)
         for chunk in weights.chunks(names):
             weights.state.write_mask(chunk, weights.top(chunk, self.score(chunk), halo))

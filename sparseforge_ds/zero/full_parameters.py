@@ -25,7 +25,6 @@ class FullParameters:
         self.layout = layout
         self.state = state
         self._untrained = layout.untrained()
-        self._prunable = set(state.flats)
         module = layout.engine.module
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
@@ -66,8 +65,7 @@ class FullParameters:
         if not self.is_trained(name):
             return self._untrained[name]
         shard = self.layout.shards[name]
-        prunable = shard.flat in self._prunable
-        own_values = self.state.dense(shard) if prunable else self.layout.master(shard)
+        own_values = self.state.dense(shard) if shard.flat in self.state.shards_in else self.layout.master(shard)
         return shard.start, shard.stop, own_values
 
 

@@ -6,7 +6,6 @@ Groups that share a scale are completed over shard boundaries as groups of the p
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.quantization import quantized
@@ -39,17 +38,13 @@ class QuantizedMasters:
     @torch.no_grad()
     def quantize(self, index: int) -> None:
         """Do w <- Q(w) for the masters of a partition. Collective if a group is cut on some rank."""
-        shards = self._halo.shards
-        names = [name for name, shard in shards.items() if shard.flat == index]
-        halo = self._halo.exchange(lambda shard: self._master(shard).float(), names)
+        names = [shard.name for shard in self._layout.shards_in[index]]
+        halo = self._halo.exchange(lambda shard: self._layout.master(shard).float(), names)
         for chunk in (chunk for name in names for chunk in self._halo.chunks[name]):
             group = self._groups[chunk.name]
             axis = self._axes[chunk.name]
-            master = self._master(chunk)
+            master = self._layout.master(chunk)
             groups_with_halo = self._halo.with_halo(chunk, master.float(), halo)
             rounded_GI = quantized(group.to_groups(groups_with_halo, chunk.shape, axis), self._bits)
             rounded = group.from_groups(rounded_GI, chunk.shape, axis)
             master.copy_(self._halo.without_halo(chunk, rounded))
-
-    def _master(self, shard: Shard) -> Tensor:
-        return shard.slice_of_flat(self._layout.flats[shard.flat].data)

@@ -18,7 +18,7 @@ from sparseforge_ds.checkpoint.zero_partitions import KEPT, Number
 from sparseforge_ds.mask.kernels.bits import pack
 from sparseforge_ds.mask.kernels.codes import stored_as, values_of
 from sparseforge_ds.ranks import all_or_raise
-from sparseforge_ds.zero.shard import Shard, ShardLayout
+from sparseforge_ds.zero.shard import ShardLayout
 from sparseforge_ds.zero.state import ShardState
 
 _KINDS = ("betas", "eps", "momentum", "alpha", "rho", "lambd", "etas")
@@ -106,10 +106,6 @@ class _Reader:
         self._largest_scalars: dict[tuple[str, ...], dict[str, Number]] = {}
         self.param_group_of = {name: group for group in checkpoint.param_groups for name in group.names}
         """Param group of each trained weight, by its name in the checkpoint."""
-        self.shards: list[list[Shard]] = [[] for _ in layout.flats]
-        """Shards in each flat."""
-        for shard in layout.shards.values():
-            self.shards[shard.flat].append(shard)
         self.source = self._match_names()
         """Name in the checkpoint of every parameter and buffer of the model."""
 
@@ -187,8 +183,8 @@ class _Reader:
         """Check that prunable weights have all states of ours while masks move, and bits alone once they are frozen."""
         expected = {"moving": set(self.state.keys), "frozen": {KEPT}, "none": set()}[self.masks]
         origin = "a run whose masks are frozen" if self.masks == "frozen" else "a run with this importance"
-        for index in self.state.flats:
-            for shard in self.shards[index]:
+        for index in self.state.shards_in:
+            for shard in self.layout.shards_in[index]:
                 saved_states = set(self.checkpoint.states(self.source[shard.name]))
                 if missing := expected - saved_states:
                     raise ValueError(
@@ -208,13 +204,13 @@ class _Reader:
         ones, or is the master.
         """
         out = torch.zeros(self.layout.flats[index].shape, dtype=dtype, device=device)
-        for shard in self.shards[index]:
+        for shard in self.layout.shards_in[index]:
             source = self.source[shard.name]
             states = self.checkpoint.entries[source].states
             # Either of W and the master stands for the other where the saved run had only one.
             if key == "dense" and key not in states:
                 saved_key = None
-            elif key is None and index in self.state.flats and self.masks == "frozen" and "dense" in states:
+            elif key is None and index in self.state.shards_in and self.masks == "frozen" and "dense" in states:
                 saved_key = "dense"
             else:
                 saved_key = key
@@ -225,12 +221,12 @@ class _Reader:
 
     def _read_state(self, index: int) -> dict[str, Any]:
         """Return a flat's optimizer state, without moments if no weight in it had a gradient yet."""
-        entries = [self.checkpoint.entries[self.source[shard.name]] for shard in self.shards[index]]
+        entries = [self.checkpoint.entries[self.source[shard.name]] for shard in self.layout.shards_in[index]]
         keys = {key for entry in entries for key in entry.states} - {KEPT}
         device = self.layout.flats[index].device
         state: dict[str, Any] = {}
         # After the freeze W is a state only beside masters of fewer bits, and the mask is one bit a weight.
-        if index in self.state.flats and self.masks == "frozen":
+        if index in self.state.shards_in and self.masks == "frozen":
             keys -= {"dense"}
             keys |= {"dense"} if self.state.keeps_dense(index) else set()
             state[KEPT] = pack(self._read_flat(index, KEPT, torch.bool, device).view(-1))
@@ -243,7 +239,7 @@ class _Reader:
     def _read_scalars(self, index: int) -> dict[str, Any]:
         """Return the optimizer states of a flat that are one number, such as `step`, in the optimizer's own form."""
         scalars: dict[str, Number] = {}
-        for shard in self.shards[index]:
+        for shard in self.layout.shards_in[index]:
             source = self.source[shard.name]
             for key, value in self.checkpoint.entries[source].scalars.items():
                 # DeepSpeed's optimizers count in integers, FusedAdam in one weight of a param group alone.

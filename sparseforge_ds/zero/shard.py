@@ -105,6 +105,10 @@ class ShardLayout(ABC):
         self._read()
         self.index_of: dict[int, int] = {id(flat): index for index, flat in enumerate(self.flats)}
         """Index of a flat in `flats`, by id(flat)."""
+        self.shards_in: list[list[Shard]] = [[] for _ in self.flats]
+        """Shards in each flat, in the same order on every rank; prunable weights share none with others."""
+        for shard in self.shards.values():
+            self.shards_in[shard.flat].append(shard)
 
     @abstractmethod
     def _data_parallel_group(self) -> dist.ProcessGroup | None:
@@ -119,9 +123,9 @@ class ShardLayout(ABC):
 
         Some stages hold such views from their first step on, which would keep the memory.
         """
-        for name, shard in self.shards.items():
-            mapping = getattr(self.low_precision[name], "_hp_mapping", None)
-            if mapping is not None and mapping.optim_fragment and shard.flat == index:
+        for shard in self.shards_in[index]:
+            mapping = getattr(self.low_precision[shard.name], "_hp_mapping", None)
+            if mapping is not None and mapping.optim_fragment:
                 for key in keys:
                     mapping.optim_fragment.pop(key, None)
 
@@ -197,10 +201,9 @@ class ShardLayout(ABC):
                 raise ValueError(f"{name} is not in the engine's optimizer; {cure}")
             prunable[name] = self.shards[name]
         # No other weight lies in one of their partitions.
-        flats = {shard.flat for shard in prunable.values()}
-        for name, shard in self.shards.items():
-            if shard.flat in flats and name not in prunable:
-                raise ValueError(f"{name} is not prunable but shares a partition with weights that are; {cure}")
+        for flat in {shard.flat for shard in prunable.values()}:
+            if others := [shard.name for shard in self.shards_in[flat] if shard.name not in prunable]:
+                raise ValueError(f"{others[0]} is not prunable but shares a partition with weights that are; {cure}")
         # The marks on the param groups agree with the config.
         if mismatched := sorted(self.marked ^ prunable.keys()):
             state = "is not prunable by this config" if mismatched[0] in self.marked else "is prunable"

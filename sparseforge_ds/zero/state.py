@@ -59,9 +59,8 @@ class ShardState:
         self.kept: dict[int, Tensor] = {}
         """Packed bits of the top N of the mask in every group, 8 weights a byte, by master partition."""
         # Several weights share one flat partition, and the optimizer keeps state by partition.
-        self._by_flat: dict[int, list[Shard]] = {}
-        for shard in shards.values():
-            self._by_flat.setdefault(shard.flat, []).append(shard)
+        self.shards_in = {index: layout.shards_in[index] for index in sorted({s.flat for s in shards.values()})}
+        """Shards in each master partition that holds prunable weights, by its index."""
         # torch would cast our tensors while it loads them: the hooks hold them aside meanwhile.
         self._waiting: dict[int, dict[str, Tensor]] = {}
         self._loading: dict[int, dict[str, Tensor]] = {}
@@ -75,11 +74,6 @@ class ShardState:
         inner.register_load_state_dict_post_hook(self._after_load)
 
     # -- while masks move ---------------------------------------------------------------------------------------------
-
-    @property
-    def flats(self) -> list[int]:
-        """Indices of the master partitions that hold prunable weights."""
-        return sorted(self._by_flat)
 
     def partition(self, index: int) -> dict[str, Tensor]:
         """Return the optimizer state of one master partition, or our tensors alone before its first step.
@@ -100,7 +94,7 @@ class ShardState:
         state = {"dense": flat.to(torch.float32, copy=True)}
         state["mask"] = torch.zeros(flat.shape, dtype=self.mask_dtype, device=flat.device)
         stored_one = stored_as(torch.ones(()), self.mask_dtype).item()
-        for shard in self._by_flat[index]:
+        for shard in self.shards_in[index]:
             shard.slice_of_flat(state["mask"]).fill_(stored_one)
         return state | {key: torch.zeros_like(state["dense"]) for key in self.keys if key not in state}
 
@@ -221,7 +215,7 @@ class ShardState:
         From here on the optimizer trains the masters. If `keeps_dense`, it trains W beside them, in fp32, with zeros
         where it is pruned. Masks must be projected: 0 or 1.
         """
-        for index in self.flats:
+        for index in self.shards_in:
             flat = self.layout.flats[index]
             state = self.partition(index)
             dense = state["dense"]
@@ -281,9 +275,9 @@ class ShardState:
 
     def state_dtype(self, index: int, key: str) -> torch.dtype:
         """Return the dtype of a per-element state: that of masks, else of the tensor that the optimizer steps."""
-        if index in self._by_flat and key == "mask":
+        if index in self.shards_in and key == "mask":
             return self.mask_dtype
-        if index in self._by_flat or getattr(self.layout.inner, "fp32_optimizer_states", False):
+        if index in self.shards_in or getattr(self.layout.inner, "fp32_optimizer_states", False):
             return torch.float32
         return self.layout.flats[index].dtype
 
@@ -293,7 +287,7 @@ class ShardState:
             return
         states = state_dict["state"]
         for number, index in self._numbered(optimizer):
-            if index in self._by_flat:
+            if index in self.shards_in:
                 # The dict of a partition is the optimizer's own.
                 states[number] = {**states.get(number, {}), KEPT: self.packed_kept(index)}
 
@@ -354,13 +348,13 @@ class ShardState:
             flat = self.layout.flats[index]
             loaded = self._loading.get(number, {})
             kept = loaded.pop(KEPT, None)
-            if kept is not None and index in self._by_flat:
+            if kept is not None and index in self.shards_in:
                 self.kept[index] = kept.to(device=flat.device)
-            ours = set(loaded) & set(self.keys) if index in self._by_flat else set()
+            ours = set(loaded) & set(self.keys) if index in self.shards_in else set()
             for key in ours:
                 optimizer.state[flat][key] = loaded[key].to(device=flat.device)
             # Undo torch's cast of moments whose dtype is not the master's.
-            if index in self._by_flat or self.state_dtype(index, "") != flat.dtype:
+            if index in self.shards_in or self.state_dtype(index, "") != flat.dtype:
                 for key in set(loaded) - ours:
                     if optimizer.state[flat][key].dtype != loaded[key].dtype:
                         optimizer.state[flat][key] = loaded[key].to(device=flat.device)

@@ -77,10 +77,9 @@ class StepHooks:
     @torch.no_grad()
     def _mask_gradients(self) -> None:
         """Zero gradients of frozen pruned weights, before DeepSpeed takes the norm that it clips by, and logs."""
-        prunable = set(self.state.flats)
 
         def mask(index: int, offset: int, gradient: Tensor) -> None:
-            if index in prunable:
+            if index in self.state.shards_in:
                 self.state.zero_pruned(index, gradient, offset)
 
         if self.state.frozen:
@@ -96,14 +95,13 @@ class StepHooks:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Put W in the place of the master, and give the optimizer the gradients that the method wants."""
         self.require_finished()
-        prunable = set(self.state.flats)
         for index, flat, param_group in self._active():
             # A probe's step passes its gradients on and changes nothing.
             if self.extra_passes.harvest is not None:
                 if flat.grad is not None:
                     self._withhold_gradient(flat)
                     self.extra_passes.harvest(index, self._gradients[-1][1].detach())
-            elif index in prunable:
+            elif index in self.state.shards_in:
                 self._train_dense(index, flat)
                 if flat.grad is not None:
                     if self.state.frozen and not self._masks_before_norm:
@@ -138,14 +136,13 @@ class StepHooks:
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Put the master back in its place, and publish m_eff W to it."""
-        prunable = set(self.state.flats)
         for index, flat, param_group in self._active():
             if self.extra_passes.harvest is not None:
                 continue
             before = self._before.pop(index, None)
             if self.method.next_step == 1:
                 self.state.require_numeric_states(index)
-            if index not in prunable:
+            if index not in self.state.shards_in:
                 continue
             self.state.adopt_into_optimizer_state(index)
             self.method.after_step(index, param_group)
@@ -158,7 +155,7 @@ class StepHooks:
                 self.method.write_master(index, dense, before, self.method.next_step)
                 del self._masters[index]
             # ZeRO-3 calls once for each sub-group; one of them counts the step.
-            if index == self.state.flats[0]:
+            if index == min(self.state.shards_in):
                 self.steps_begun += 1
         # Give the gradients back: with offload DeepSpeed finds its buffers through them in the next step.
         for flat, gradient in self._gradients:

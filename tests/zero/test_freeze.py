@@ -105,7 +105,7 @@ def released(cases: dict[str, Case], folder: str) -> dict[str, dict[str, Any]]:
         problems += go_on(engine, forge, case, max(release, 1), 9)
         same = all(torch.equal(mask[weight], value) for weight, value in gathered(forge, "mask").items())
         bits = sum(value.numel() for value in forge.sharded.state.kept.values())
-        numel = sum(forge.sharded.layout.flats[index].numel() for index in forge.sharded.state.flats)
+        numel = sum(forge.sharded.layout.flats[index].numel() for index in forge.sharded.state.shards_in)
         # One kept weight becomes 0 by accident, on the last rank that has one.
         shard = next((s for s in reversed(forge.sharded.shards.values()) if s.numel), None)
         if shard is not None:

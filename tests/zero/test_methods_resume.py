@@ -41,7 +41,7 @@ CASES = {name: replace(case, model="llama_odd", config={**ODD, **case.config}) f
 
 def everything(engine: Any, forge: Any) -> dict[str, Tensor]:
     """Return all states of prunable weights, complete, and the weights that the network sees."""
-    partition = forge.sharded.state.partition(forge.sharded.state.flats[0])
+    partition = forge.sharded.state.partition(min(forge.sharded.state.shards_in))
     keys = {"dense", "mask"} | {key for key, value in partition.items() if torch.is_tensor(value) and value.dim()}
     by_key = states(forge, *sorted(keys))
     by_name = {f"{key} {name}": value for key, by_weight in by_key.items() for name, value in by_weight.items()}

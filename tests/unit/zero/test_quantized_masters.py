@@ -38,7 +38,7 @@ class Wire:
         return everything
 
 
-def layout(wire: Wire, rank: int, flat: Tensor) -> Any:
+def layout(wire: Wire, rank: int, flat: Tensor, shards: dict[str, Shard]) -> Any:
     """Return a stand-in for a `ShardLayout`, with what `QuantizedMasters` uses."""
     ranks = len(wire.values)
 
@@ -52,6 +52,8 @@ def layout(wire: Wire, rank: int, flat: Tensor) -> Any:
         device=torch.device("cpu"),
         replicated=False,
         flats=[flat],
+        shards_in=[list(shards.values())],
+        master=lambda shard: shard.slice_of_flat(flat),
         all_gather_object=lambda value: wire.gather(rank, value),
         all_reduce=lambda tensor: torch.stack(wire.gather(rank, tensor.clone())).sum(0),
         all_to_all=all_to_all,
@@ -69,7 +71,7 @@ def one_rank(wire: Wire, rank: int, weights: dict[str, Tensor], bounds: dict[str
         parts.append(weight.flatten()[start:stop])
         offset += stop - start
     flat = torch.cat([*parts, torch.zeros(3)])
-    QuantizedMasters(layout(wire, rank, flat), shards, GROUPS, AXES, bits=4).quantize(0)
+    QuantizedMasters(layout(wire, rank, flat, shards), shards, GROUPS, AXES, bits=4).quantize(0)
     return {name: shard.slice_of_flat(flat).clone() for name, shard in shards.items()}
 
 
