@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sparseforge_ds as sf
 from benchmarks.curvature_quality import Diagonal
-from sparseforge_ds.curvature import estimator_of, sums_of
+from sparseforge_ds.curvature.running_curvature import ESTIMATORS, SUMS_ESTIMATORS
 from sparseforge_ds.mask.random_numbers import counter_key, rademacher
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.train.launcher import set_default_environment
@@ -97,8 +97,8 @@ class OneRank:
             {**self.config.to_dict(), "importance": estimate.importance, "curvature": curvature}
         )
         shards = self.forge.curvature.context
-        sums = sums_of(shards, config) if config.keeps_sums else None
-        elements = None if config.keeps_sums else estimator_of(shards, config)
+        sums = SUMS_ESTIMATORS[config.importance](shards, config) if config.keeps_sums else None
+        elements = None if config.keeps_sums else ESTIMATORS[config.importance](shards, config)
         step = 0
         while True:
             batch_BS = batches[step % len(batches)]

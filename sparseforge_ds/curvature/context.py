@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.curvature.expert_load import ExpertLoad
+from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.expert_hooks import expert_tokens, why_unhookable
 from sparseforge_ds.zero.extra_passes import ExtraPasses, ProbeBatches
-from sparseforge_ds.zero.halo import HaloExchange
 from sparseforge_ds.zero.layer_hooks import token_gradients
-from sparseforge_ds.zero.matrices import Matrices
-from sparseforge_ds.zero.shard import Shard, ShardLayout
+from sparseforge_ds.zero.shard import Shard
 
 Diagonal = dict[str, Tensor]
 """(numel of the shard,) fp32 by weight name."""
@@ -58,44 +58,31 @@ class SumsEstimator(Protocol):
 class EstimatorContext:
     """Layers, shards and experts of this rank, for every estimator."""
 
-    def __init__(
-        self,
-        extra_passes: ExtraPasses,
-        matrices: Matrices,
-        halo: HaloExchange,
-        modules: dict[str, nn.Module],
-        expert_load: ExpertLoad,
-        fused: dict[str, nn.Module],
-        input_first: Collection[str],
-    ) -> None:
-        """Collect what estimators share.
-
-        Args:
-            extra_passes: passes on the engine.
-            matrices: of all prunable weights.
-            halo: of their shards.
-            modules: the linear layer of each weight that has one, by weight name.
-            expert_load: token counts of the experts.
-            fused: the modules that hold experts as three-dimensional weights, by module name.
-            input_first: weights that are stored as (..., in, out).
+    def __init__(self, weights: ShardedWeights, extra_passes: ExtraPasses, expert_load: ExpertLoad) -> None:
+        """Find the layers of all prunable weights.
 
         Raises:
             ValueError: the experts of some module cannot be hooked.
         """
-        self.input_first = frozenset(input_first)
+        prunable = weights.prunable
+        layers = {name: weights.engine.module.get_submodule(weight.module) for name, weight in prunable.items()}
+        self.input_first = {name for name, weight in prunable.items() if weight.input_axis == -2}
+        """Weights that are stored as (..., in, out)."""
         self.extra_passes = extra_passes
-        self.layout: ShardLayout = extra_passes.layout
-        self.matrices = matrices
-        self.ranges = halo.ranges
-        self.chunks = halo.chunks
-        self.modules = modules
-        self.shards = halo.shards
-        sums = AxisSums(matrices, halo.shards, self.layout.device)
+        self.layout = weights.layout
+        self.matrices = weights.matrices
+        self.ranges = weights.halo.ranges
+        self.chunks = weights.halo.chunks
+        self.shards = weights.shards
+        sums = AxisSums(self.matrices, self.shards, self.layout.device)
         self.empty_sums = sums.holding(sums.values.new_empty(0))
         """Row and column sums of all matrices without numbers; a measurement begins with `zeros` of it."""
         self.expert_load = expert_load
-        self.fused = fused
-        for name, module in fused.items():
+        self.modules = {name: layer for name, layer in layers.items() if isinstance(layer, (nn.Linear, Conv1D))}
+        """Linear layer of each weight that has one, by weight name."""
+        self.fused = {prunable[n].module: layers[n] for n in expert_load.rows if len(prunable[n].shape) == 3}
+        """Modules that hold experts as three-dimensional weights, by module name."""
+        for name, module in self.fused.items():
             if (why := why_unhookable(module)) is not None:
                 raise ValueError(
                     f"{name}: {type(module).__name__} {why}, so the tokens of its experts cannot be counted; "
@@ -104,10 +91,10 @@ class EstimatorContext:
         # One layer of each expert in a list counts the tokens for all layers of this expert.
         counted_by: dict[int, str] = {}
         for name in expert_load.rows:
-            if name in modules:
+            if name in self.modules:
                 counted_by.setdefault(expert_load.rows[name].start, name)
-        self.listed = {name: modules[name] for name in counted_by.values()}
-        in_lists = [name for name in expert_load.rows if name in modules]
+        self.listed = {name: self.modules[name] for name in counted_by.values()}
+        in_lists = [name for name in expert_load.rows if name in self.modules]
         self.lists = {
             layer: names
             for layer, rows in expert_load.layers.items()

@@ -12,21 +12,18 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import Tensor
 
-from sparseforge_ds.curvature import (
-    Diagonal,
-    Estimator,
-    EstimatorContext,
-    FisherSums,
-    RunningSums,
-    SumsEstimator,
-    estimator_of,
-    sums_of,
-)
+from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.axis_sums import AxisSums
+from sparseforge_ds.curvature.context import Diagonal, Estimator, EstimatorContext, SumsEstimator
 from sparseforge_ds.curvature.expert_load import ExpertLoad
+from sparseforge_ds.curvature.fisher_sums import FisherSums
+from sparseforge_ds.curvature.hutchinson import Hutchinson
+from sparseforge_ds.curvature.input_norms import InputNorms
+from sparseforge_ds.curvature.output_hutchinson import OutputHutchinson
+from sparseforge_ds.curvature.running_sums import RunningSums
+from sparseforge_ds.curvature.squared_gradients import SquaredGradients
 from sparseforge_ds.mask.curvature import accumulate, token_rate
 from sparseforge_ds.mask.factored import rank_one
 from sparseforge_ds.mask.kernels.chunks import chunks
@@ -38,6 +35,17 @@ from sparseforge_ds.zero.forge_error import ForgeError
 from sparseforge_ds.zero.shard import Shard
 
 _LOG = logging.getLogger(__name__)
+ESTIMATORS: dict[str, Callable[[EstimatorContext, SparseForgeConfig], Estimator]] = {
+    "hutchinson": Hutchinson,
+    "fisher": SquaredGradients,
+}
+"""Estimators of elements, by importance."""
+SUMS_ESTIMATORS: dict[str, Callable[[EstimatorContext, SparseForgeConfig], SumsEstimator]] = {
+    "hutchinson": OutputHutchinson,
+    "fisher": FisherSums,
+    "wanda": InputNorms,
+}
+"""Estimators of row and column sums, by importance."""
 NO_GRADIENT = (
     "The loss has no gradient at any of them, as the divergence of a model from itself has none; take more steps, "
     'measure the task loss ("curvature": {"source": "probe"}), give another teacher, or use importance "magnitude"'
@@ -85,21 +93,12 @@ class RunningCurvature:
             refuse_shared(module, weights.prunable.values(), "be measured", '"importance": "magnitude"')
         elif config.curvature.per_token:
             refuse_shared(module, weights.prunable.values(), "be measured", '"curvature": {"per_token": false}')
-        layers = {weight.name: module.get_submodule(weight.module) for weight in weights.prunable.values()}
-        self.context = EstimatorContext(
-            extra_passes,
-            weights.matrices,
-            weights.halo,
-            modules={name: layer for name, layer in layers.items() if isinstance(layer, (nn.Linear, Conv1D))},
-            expert_load=self.expert_load,
-            fused={w.module: module.get_submodule(w.module) for w in routed if len(w.shape) == 3},
-            input_first={weight.name for weight in weights.prunable.values() if weight.input_axis == -2},
-        )
+        self.context = EstimatorContext(weights, extra_passes, self.expert_load)
         if config.keeps_sums:
-            self.sums = sums_of(self.context, config)
+            self.sums = SUMS_ESTIMATORS[config.importance](self.context, config)
             self.running = RunningSums(self.context.empty_sums)
         else:
-            self.estimator = estimator_of(self.context, config)
+            self.estimator = ESTIMATORS[config.importance](self.context, config)
 
     @property
     def is_needed(self) -> bool:

@@ -93,7 +93,7 @@ def test_any_layout_trains_alike_and_goes_on_in_another(tmp_path: Path, name: st
 
 def divisors(command_line: list[str]) -> list[float | None]:
     """Return the divisors of the losses of each sample of the curvature."""
-    from sparseforge_ds.curvature import FisherSums
+    from sparseforge_ds.curvature.fisher_sums import FisherSums
     from sparseforge_ds.train.trainer import main
 
     results: list[float | None] = []

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sparseforge_ds.curvature import RunningSums, estimator_of, sums_of
+from sparseforge_ds.curvature.running_curvature import ESTIMATORS, SUMS_ESTIMATORS
+from sparseforge_ds.curvature.running_sums import RunningSums
 from sparseforge_ds.mask.random_numbers import counter_key, rademacher
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.transformers_internals import checkpoint_activations
@@ -73,7 +74,7 @@ def sampler(kind: str, forge: Any, config: Any) -> Any:
     context = forge.curvature.context
     # Sums: take the sample as a running mean of one refresh, and add up over ranks.
     if config.keeps_sums:
-        summed = sums_of(context, config)
+        summed = SUMS_ESTIMATORS[config.importance](context, config)
 
         def sample_sums(probe: Any, step: int, probes: int) -> dict[str, Tensor]:
             assert summed.refresh(batches_of(probe), step, probes)
@@ -84,7 +85,7 @@ def sampler(kind: str, forge: Any, config: Any) -> Any:
 
         return sample_sums
     # Elements: each rank has those of its shards.
-    estimator = estimator_of(context, config)
+    estimator = ESTIMATORS[config.importance](context, config)
 
     def sample_elements(probe: Any, step: int, probes: int) -> dict[str, Tensor]:
         sample = context.zeros()
