@@ -27,17 +27,17 @@ _LOG = logging.getLogger(__name__)
 class ScoreInputs:
     """Curvature and scaling of every matrix: what scores of its elements are made of."""
 
-    def __init__(self, matrices: Matrices, scaling: Tensor) -> None:
+    def __init__(self, matrices: Matrices, factors: Factors | None) -> None:
         self.matrices = matrices
-        self.scaling = scaling
-        """(matrices, 3) fp64, see `scalings`."""
-        self.factors: Factors | None = None
+        self.factors = factors
         """Factors of the curvature of every matrix, where it is a product."""
+        self.scaling = matrices.table(3)
+        """(matrices, 3) fp64, see `scalings`; zeros until the moments are known."""
         self.by_magnitude: set[int] = set()
         """Matrices without a curvature."""
 
-    def per_matrix(self, span: Span | Shard, elements: Tensor | None) -> Iterator[tuple[slice, Curvature, Tensor]]:
-        """Yield (elements of the span, their H, scaling) for every matrix that a span of a weight touches.
+    def per_matrix(self, span: Span | Shard, elements: Tensor | None) -> Iterator[tuple[slice, Curvature, int]]:
+        """Yield (elements of the span, their H, row of the matrix) for every matrix that a span of a weight touches.
 
         Args:
             span: consecutive elements of a weight.
@@ -47,7 +47,7 @@ class ScoreInputs:
             curvature: Curvature = None if elements is None else elements[part.inside]
             if self.factors is not None:
                 curvature = RankOne(*self.factors[part.row], part.first)
-            yield part.inside, None if part.row in self.by_magnitude else curvature, self.scaling[part.row]
+            yield part.inside, None if part.row in self.by_magnitude else curvature, part.row
 
 
 class Ranking:
@@ -73,8 +73,8 @@ class Ranking:
         def score(shard: Shard) -> Tensor:
             dense = weights.dense(shard)
             parts = [
-                standardized_score(dense[inside], curvature, scaling)
-                for inside, curvature, scaling in inputs.per_matrix(shard, self._elements(shard))
+                standardized_score(dense[inside], curvature, inputs.scaling[row])
+                for inside, curvature, row in inputs.per_matrix(shard, self._elements(shard))
             ]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -102,13 +102,11 @@ class Ranking:
             moments = torch.zeros(len(weights.matrices.names), MOMENTS, dtype=torch.float64, device=shard_device)
         else:
             moments = tiled.moments(factors)
-        # The moments stand in for the scaling until it is known, so that `per_matrix` yields each matrix's row of them.
-        inputs = ScoreInputs(weights.matrices, moments)
-        inputs.factors = factors
+        inputs = ScoreInputs(weights.matrices, factors)
         for chunk in weights.chunks(None if tiled is None else tiled.rest):
             dense = weights.dense(chunk)
-            for inside, curvature, moments_of_matrix in inputs.per_matrix(chunk, self._elements(chunk)):
-                moments_of_matrix += score_moments(dense[inside], curvature)
+            for inside, curvature, row in inputs.per_matrix(chunk, self._elements(chunk)):
+                moments[row] += score_moments(dense[inside], curvature)
         moments = weights.layout.sum_shards(moments.to(weights.layout.device))
         # Stop, or score by magnitude, where a matrix has no curvature.
         totals, had_tokens, squares = self._read(moments[:, 1], moments[:, 3], sums)

@@ -33,8 +33,6 @@ class SquaredGradients(Estimator):
         """Average the probes, each of a forward and backward pass for every pass of a batch."""
         context = self.context
         layout = context.layout
-        passes = batches.passes(0)
-        divisor = divisor_of(batches, 0)
 
         def on_tokens(name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
             shard = context.shards[name]

@@ -148,14 +148,14 @@ class SoftMask(MaskMethod):
         weight = self.weights.prunable[chunk.name]
         updates = []
         # A chunk of fused experts has several matrices, each with a scaling of its own.
-        for inside, curvature, scaling in inputs.per_matrix(
+        for inside, curvature, row in inputs.per_matrix(
             self.weights.halo.span_with_halo(chunk), with_halo.get("curvature")
         ):
             update = update_mask_in_place(
                 with_halo["dense"][inside],
                 with_halo["mask"][inside],
                 curvature,
-                scaling,
+                inputs.scaling[row],
                 dials,
                 self.weights.pattern,
                 weight.shape,
