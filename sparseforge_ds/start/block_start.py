@@ -232,8 +232,7 @@ class BlockStart:
         # Ranks may differ in the last bits, and a group of which two hold a part must be decided once.
         masks = {f"{block.name}.{name}": kept.contiguous() for name, kept in solved.masks.items()}
         for tensor in (flat, *(kept.view(torch.uint8) for kept in masks.values())):
-            if layout.world_size > 1:
-                layout.broadcast(tensor, 0)
+            layout.broadcast(tensor, 0)
         # Back to the shards: W, what was trained beside it, and the masks.
         moves = weights.config.soft is not None
         if moves:
@@ -265,9 +264,8 @@ class BlockStart:
 
     def _reduce(self, tensors: list[Tensor]) -> None:
         """Sum over the ranks, in place."""
-        if self.weights.layout.world_size > 1:
-            for tensor in tensors:
-                self.weights.layout.all_reduce(tensor)
+        for tensor in tensors:
+            self.weights.layout.all_reduce(tensor)
 
 
 def _passes(batches: ProbeBatches, batch: int, inputs: BlockInputs) -> list[Closure]:

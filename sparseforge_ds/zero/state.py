@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparseforge_ds.checkpoint.zero_partitions import KEPT
-from sparseforge_ds.mask.kernels.bits import pack, unpack
+from sparseforge_ds.mask.kernels.bits import octets, pack, unpack
 from sparseforge_ds.mask.kernels.chunks import chunks
 from sparseforge_ds.mask.kernels.codes import stored_as, values_of
 from sparseforge_ds.mask.kernels.publication import masked_gradient
@@ -195,8 +195,7 @@ class ShardState:
     def _packed_range(self, shard: Shard) -> tuple[Tensor, slice]:
         """Return the bytes of `kept` that hold bits of a shard or a chunk of one, and the range of these bits."""
         first_bit = shard.offset % 8
-        stop = shard.offset + shard.numel
-        packed = self.packed_kept(shard.flat)[shard.offset // 8 : -(-stop // 8)]
+        packed = self.packed_kept(shard.flat)[octets(slice(shard.offset, shard.offset + shard.numel))]
         return packed, slice(first_bit, first_bit + shard.numel)
 
     def packed_kept(self, index: int) -> Tensor:
@@ -239,7 +238,7 @@ class ShardState:
         """Yield chunks of a partition's elements, each a multiple of 8, with their bytes of `kept`."""
         bits = self.packed_kept(index)
         for chunk in chunks(self.layout.flats[index].data.view(-1)):
-            yield chunk, bits[chunk.start // 8 : -(-chunk.stop // 8)]
+            yield chunk, bits[octets(chunk)]
 
     def kept_chunks(self, index: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield chunks of a partition's elements, each with its bool `kept`."""
@@ -269,7 +268,7 @@ class ShardState:
             head.masked_fill_(~kept, 0.0)
             values = values[8 - first_bit :]
             offset += 8 - first_bit
-        masked_gradient(values, bits[offset // 8 : -(-(offset + len(values)) // 8)])
+        masked_gradient(values, bits[octets(slice(offset, offset + len(values)))])
 
     # -- saving and loading -------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ _GATHER = sum(1 << (56 - 7 * byte) for byte in range(8))
 
 
 def octets(chunk: slice) -> slice:
-    """Return the bytes that hold the bits of a chunk, which begins at a multiple of 8 elements."""
+    """Return the bytes that hold the bits of a chunk."""
     return slice(chunk.start // 8, -(-chunk.stop // 8))
 
 

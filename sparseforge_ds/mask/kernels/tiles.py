@@ -103,7 +103,7 @@ def new_moments(tiles: Tensor) -> Tensor:
 def sum_moments(dense: Tensor, curvature: TiledCurvature, tiles: Tensor, sums: Tensor) -> None:
     """Write the moments of each tile of a partition to its row of `sums`, see `new_moments`."""
     if len(tiles):
-        _tile_moments(dense, *_parts(curvature), tiles, sums)
+        _tile_moments(dense, *curvature, tiles, sums)
 
 
 def add_moments(sums: Tensor, segments: Tensor) -> Tensor:
@@ -141,11 +141,7 @@ def update_partition(
     pull = dials.penalty_rate * dials.mid_penalty
     rates = [dials.temperature, *split_lerp(dials.beta), pull, *split_lerp(dials.mask_rate), *split_lerp(dials.x)]
     if len(tiles):
-        _tile_update(*partition, *_parts(curvature), scaling, tiles, sums, rates, midpoint)
-
-
-def _parts(curvature: TiledCurvature) -> tuple[Tensor, Tensor, Tensor]:
-    return curvature.factors, curvature.bounds, curvature.is_measured
+        _tile_update(*partition, *curvature, scaling, tiles, sums, rates, midpoint)
 
 
 @launches(writes=("sums",), unread=("sums",))
