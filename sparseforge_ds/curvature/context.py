@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -118,11 +118,7 @@ class EstimatorContext:
         def listed(name: str, grad_TO: Tensor, _input: Tensor) -> None:
             self.expert_load.add(self.expert_load.rows[name], grad_TO.shape[0])
 
-        with ExitStack() as stack:
-            if self.fused:
-                stack.enter_context(expert_tokens(self.fused, fused))
-            if self.listed:
-                stack.enter_context(token_gradients(self.listed, listed))
+        with expert_tokens(self.fused, fused), token_gradients(self.listed, listed):
             yield
 
     def count(self, layer: str, parameter: str, stop_E: Tensor) -> None:

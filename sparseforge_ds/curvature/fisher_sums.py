@@ -15,7 +15,7 @@ Legend of shape suffixes: T tokens, S rows sorted by expert, E experts, O output
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -61,13 +61,11 @@ class FisherSums(SumsEstimator):
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Measure in every backward pass through the layers while active. Does not communicate."""
-        with ExitStack() as stack:
-            if self.context.modules:
-                stack.enter_context(token_gradients(self.context.modules, self._add))
-            if self.context.fused:
-                stack.enter_context(expert_tokens(self.context.fused, self._add_experts))
-            if self._blocks:
-                stack.enter_context(block_entries(self._blocks, self._entered.__setitem__))
+        with (
+            token_gradients(self.context.modules, self._add),
+            expert_tokens(self.context.fused, self._add_experts),
+            block_entries(self._blocks, self._entered.__setitem__),
+        ):
             yield
 
     @override

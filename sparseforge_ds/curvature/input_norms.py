@@ -6,8 +6,6 @@ I inputs.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -45,7 +43,7 @@ class InputNorms(SumsEstimator):
         context.expert_load.begin()
         with (
             layer_inputs(context.modules, self._add),
-            expert_tokens(context.fused, self._add_experts, gradients=False) if context.fused else nullcontext(),
+            expert_tokens(context.fused, self._add_experts, gradients=False),
         ):
             for batch in range(probes):
                 for closure in batches.passes(batch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 from torch import Tensor
 from typing_extensions import override
@@ -70,10 +69,7 @@ class SquaredGradients(Estimator):
         for batch in range(probes):
             passes = batches.passes(batch)
             divisor = divisor_of(batches, batch)
-            with (
-                token_gradients(context.modules, on_tokens) if context.modules else nullcontext(),
-                expert_tokens(context.fused, on_experts) if context.fused else nullcontext(),
-            ):
+            with token_gradients(context.modules, on_tokens), expert_tokens(context.fused, on_experts):
                 if not self.per_batch:
                     context.extra_passes.activations(passes)
                 elif not context.extra_passes.gradients(

@@ -10,7 +10,7 @@ step. The blend x and the rates take a new value at every mask update, not at ev
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -116,13 +116,10 @@ class Annealing:
     def collect_sums(self) -> Iterator[None]:
         """Add the squared gradients of every backward pass in the block to the sums."""
         layers = {name: soft.weight for name, soft in self._soft.items() if len(soft.weight.shape) == 2}
-        fused = {soft.weight.module for name, soft in self._soft.items() if name not in layers}
-        with ExitStack() as stack:
-            modules = {name: self._block.get_submodule(weight.module) for name, weight in layers.items()}
-            stack.enter_context(token_gradients(modules, self._add_layer))
-            if fused:
-                experts = {name: self._block.get_submodule(name) for name in sorted(fused)}
-                stack.enter_context(expert_tokens(experts, self._add_experts))
+        fused = sorted({soft.weight.module for name, soft in self._soft.items() if name not in layers})
+        modules = {name: self._block.get_submodule(weight.module) for name, weight in layers.items()}
+        experts = {name: self._block.get_submodule(name) for name in fused}
+        with token_gradients(modules, self._add_layer), expert_tokens(experts, self._add_experts):
             yield
 
     @torch.no_grad()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -106,10 +105,10 @@ class InputMoments:
             passes: runs the block once before each element that it yields.
             reduce: sums tensors over the ranks, in place.
         """
-        with ExitStack() as stack:
-            stack.enter_context(layer_inputs(self._layers, self._add_layer))
-            if self._fused:
-                stack.enter_context(expert_tokens(self._fused, self._add_experts, gradients=False))
+        with (
+            layer_inputs(self._layers, self._add_layer),
+            expert_tokens(self._fused, self._add_experts, gradients=False),
+        ):
             for _ in passes:
                 self._inputs_in_pass.clear()
         # A layer without a token has zeros, as all ranks must sum the same tensors.
