@@ -130,15 +130,6 @@ class Zero3Layout(_AveragedGradients):
             ranges[name] = (start, stop, parameter.ds_tensor.data.view(-1)[: stop - start])
         return ranges
 
-    @override
-    def load_optimizer(self, states: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
-        # ZeRO-3 fills the param groups only while it steps a sub-group.
-        self.optimizer._set_fp32_optimizer_param_groups()
-        try:
-            super().load_optimizer(states, settings)
-        finally:
-            self.optimizer._clear_fp32_optimizer_param_groups()
-
 
 class _FlatParamGroupsLayout(ShardLayout):
     """Layout of a param group's weights end to end, cut at any element into equal partitions, one a rank."""

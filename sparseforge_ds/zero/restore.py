@@ -245,11 +245,17 @@ class _Reader:
                 # DeepSpeed's optimizers count in integers, FusedAdam in one weight of a param group alone.
                 value = self._largest(self.param_group_of[source], key) if isinstance(value, int) else value
                 scalars[key] = max(value, scalars.get(key, value))
-        of_deepspeed = type(self.layout.inner).__module__.startswith("deepspeed.")
-        return {
-            key: int(value) if of_deepspeed and key == "step" else torch.tensor(value, dtype=torch.float32)
-            for key, value in scalars.items()
+        device = self.layout.flats[index].device
+        states: dict[str, Any] = {
+            key: torch.tensor(value, dtype=torch.float32, device=device) for key, value in scalars.items()
         }
+        # DeepSpeed counts steps in integers, and torch on the host unless its kernels read them.
+        param_group = self.layout.inner.param_groups[self.layout.param_group_of_flat[index]]
+        if "step" in states and type(self.layout.inner).__module__.startswith("deepspeed."):
+            states["step"] = int(scalars["step"])
+        elif "step" in states and not (param_group.get("fused") or param_group.get("capturable")):
+            states["step"] = states["step"].cpu()
+        return states
 
     def _largest(self, param_group: ParamGroup, key: str) -> Number:
         """Return the largest value of a scalar state in a param group."""

@@ -282,22 +282,17 @@ class ShardLayout(ABC):
         }
 
     def load_optimizer(self, states: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
-        """Replace the state of the inner optimizer through its own `load_state_dict` and the hooks on it.
+        """Replace the state of the inner optimizer in place, where its `load_state_dict` would cast it.
 
         Args:
             states: state of each flat, with tensors laid out like it; an empty dict for none.
             settings: new values of each param group's hyperparameters.
         """
-        state: dict[int, dict[str, Any]] = {}
-        param_groups = []
-        # A state_dict numbers parameters through all param groups.
         for param_group, changed in zip(self.inner.param_groups, settings, strict=True):
-            numbers = list(range(len(state), len(state) + len(param_group["params"])))
-            flats = zip(numbers, param_group["params"], strict=True)
-            state |= {number: states[self.index_of[id(flat)]] for number, flat in flats}
-            param_groups.append({**param_group, **changed, "params": numbers})
-        filled = {number: flat_state for number, flat_state in state.items() if flat_state}
-        self.inner.load_state_dict({"state": filled, "param_groups": param_groups})
+            param_group.update(changed)
+        self.inner.state.clear()
+        # Optimizers make their states where a weight has none at all.
+        self.inner.state.update({flat: state for flat, state in zip(self.flats, states, strict=True) if state})
 
     def set_loss_scale(self, saved: dict[str, Any]) -> None:
         """Continue a dynamic fp16 loss scale from saved numbers; a fixed scale stays as it is."""

@@ -61,17 +61,13 @@ class ShardState:
         # Several weights share one flat partition, and the optimizer keeps state by partition.
         self.shards_in = {index: layout.shards_in[index] for index in sorted({s.flat for s in shards.values()})}
         """Shards in each master partition that holds prunable weights, by its index."""
-        # torch would cast our tensors while it loads them: the hooks hold them aside meanwhile.
         self._waiting: dict[int, dict[str, Tensor]] = {}
-        self._loading: dict[int, dict[str, Tensor]] = {}
-        self._is_loading = False
+        """Our tensors by partition and name, until the optimizer's first step."""
 
     def attach(self) -> None:
         """Attach to the saving and loading of the engine's inner optimizer, for as long as it lives."""
-        inner = self.layout.inner
-        inner.register_state_dict_post_hook(self._add_kept)
-        inner.register_load_state_dict_pre_hook(self._before_load)
-        inner.register_load_state_dict_post_hook(self._after_load)
+        self.layout.inner.register_state_dict_post_hook(self._add_kept)
+        self.layout.inner.register_load_state_dict_pre_hook(self._refuse_load)
 
     # -- while masks move ---------------------------------------------------------------------------------------------
 
@@ -285,16 +281,12 @@ class ShardState:
         if not self.released:
             return
         states = state_dict["state"]
-        for number, index in self._numbered(optimizer):
+        # A state dict numbers partitions through all param groups.
+        for number, flat in enumerate(flat for group in optimizer.param_groups for flat in group["params"]):
+            index = self.layout.index_of[id(flat)]
             if index in self.shards_in:
                 # The dict of a partition is the optimizer's own.
                 states[number] = {**states.get(number, {}), KEPT: self.packed_kept(index)}
-
-    def _numbered(self, optimizer: Optimizer) -> Iterator[tuple[int, int]]:
-        """Yield each partition's number in a state dict of the optimizer, and its index."""
-        flats = (flat for group in optimizer.param_groups for flat in group["params"])
-        for number, flat in enumerate(flats):
-            yield number, self.layout.index_of[id(flat)]
 
     def load(
         self, states: list[dict[str, Any]], settings: list[dict[str, Any]], is_frozen: bool, has_begun: bool
@@ -302,59 +294,26 @@ class ShardState:
         """Replace the whole state of the inner optimizer, ours included.
 
         Args:
-            states: state of each master partition, with tensors laid out like it; an empty dict for none.
+            states: state of each master partition, with tensors laid out like it; an empty dict for none. Ours are
+                taken out of it.
             settings: new values of each param group's hyperparameters.
             is_frozen: True if `kept` is all that is left of masks.
             has_begun: False before the first step, for which W waits outside of the optimizer.
         """
         self.reset()
         self.released = is_frozen
-        if not has_begun:
-            waiting = {i: {key: state.pop(key) for key in self.keys if key in state} for i, state in enumerate(states)}
-            self._waiting = {index: tensors for index, tensors in waiting.items() if tensors}
-        self._is_loading = True
-        try:
-            self.layout.load_optimizer(states, settings)
-        finally:
-            self._is_loading = False
+        for index, state in enumerate(states):
+            if KEPT in state:
+                self.kept[index] = state.pop(KEPT)
+            waiting = {} if has_begun else {key: state.pop(key) for key in self.keys if key in state}
+            if waiting:
+                self._waiting[index] = waiting
+        self.layout.load_optimizer(states, settings)
 
-    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Remember the loaded tensors, and return the state dict without `kept`.
-
-        torch would cast ours, and moments of fp32 weights, to the master's dtype.
-
-        Raises:
-            ValueError: it is not `load` that loads; steps, weights and phase would stay those of before.
-        """
-        if not self._is_loading:
-            raise ValueError(
-                f"{type(optimizer).__name__}.load_state_dict loads a part of a run with masks, without its weights and "
-                "its step; use engine.load_checkpoint or forge.restore"
-            )
-        states = {number: state for number, state in state_dict["state"].items() if isinstance(state, dict)}
-        self._loading = {
-            number: {key: value for key, value in state.items() if isinstance(value, Tensor)}
-            for number, state in states.items()
-        }
-        # Adam makes its moments where a weight has no state at all.
-        own_states = {n: {key: value for key, value in state.items() if key != KEPT} for n, state in states.items()}
-        return {**state_dict, "state": {number: state for number, state in own_states.items() if state}}
-
-    def _after_load(self, optimizer: Optimizer) -> None:
-        """Put the remembered tensors into the optimizer's state, in the dtype in which they were saved."""
-        self.layout.forget_masks()
-        for number, index in self._numbered(optimizer):
-            flat = self.layout.flats[index]
-            loaded = self._loading.get(number, {})
-            kept = loaded.pop(KEPT, None)
-            if kept is not None and index in self.shards_in:
-                self.kept[index] = kept.to(device=flat.device)
-            ours = set(loaded) & set(self.keys) if index in self.shards_in else set()
-            for key in ours:
-                optimizer.state[flat][key] = loaded[key].to(device=flat.device)
-            # Undo torch's cast of moments whose dtype is not the master's.
-            if index in self.shards_in or self.state_dtype(index, "") != flat.dtype:
-                for key in set(loaded) - ours:
-                    if optimizer.state[flat][key].dtype != loaded[key].dtype:
-                        optimizer.state[flat][key] = loaded[key].to(device=flat.device)
-        self._loading = {}
+    @staticmethod
+    def _refuse_load(optimizer: Optimizer, _state_dict: dict[str, Any]) -> None:
+        """Raise ValueError where it is not `load` that loads: weights, steps and phase would stay those of before."""
+        raise ValueError(
+            f"{type(optimizer).__name__}.load_state_dict loads a part of a run with masks, without its weights and its "
+            "step; use engine.load_checkpoint or forge.restore"
+        )
