@@ -109,7 +109,8 @@ def _check_readable(layout: ShardLayout, client_state: dict[str, Any], exclude_f
 
 def _describe_fallback(layout: ShardLayout, save_dir: Path) -> str:
     """Return the end of a message: nothing was saved, and the checkpoint to go back to. Collective: rank 0 looks."""
-    newest = layout.all_gather_object(_newest(save_dir) if layout.rank == 0 else None)[0]
+    looked_up = all_or_raise(lambda: _newest(save_dir) if layout.rank == 0 else None, layout.all_gather_object)
+    newest = layout.all_gather_object(looked_up)[0]
     if newest is None:
         return f"nothing was saved, and {save_dir} holds no earlier checkpoint: begin again with a lower learning rate"
     return f"nothing was saved; go back to {newest} by engine.load_checkpoint, with a lower learning rate"

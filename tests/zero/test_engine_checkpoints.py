@@ -39,6 +39,8 @@ def refusals(folder: str) -> dict[str, str]:
             "function": {"decay": lambda step: step},
         }.items()
     }
+    # Rank 0 alone looks into the folder.
+    result["folder"] = said(lambda: engine.save_checkpoint("/" + "x" * 300))
     engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.basic_optimizer, lambda step: np.float64(0.5))
     result["scheduler"] = said(lambda: engine.save_checkpoint(folder))
     model = MODELS["llama"]()
@@ -61,6 +63,7 @@ def test_state_that_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None
             "numpy": "client_state['rng'] could not be read again (it has a numpy._core.multiarray._reconstruct in it)",
             "object": "client_state['mine'] could not be read again (it has a argparse.Namespace in it)",
             "function": "client_state['decay'] could not be read again (Can't pickle",
+            "folder": "File name too long",
             "scheduler": "the scheduler's state_dict could not be read again (it has a numpy._core.multiarray.scalar",
             "frozen": "exclude_frozen_parameters leaves out weights",
             "elastic": "zero_optimization.elastic_checkpoint: it saves states without the numbers",
