@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,21 +12,6 @@ from sparseforge_ds.mask.factored import add_sums, segment_sums, shares
 from sparseforge_ds.mask.kernels.chunks import chunks
 from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.shard import Shard
-
-
-@dataclass(frozen=True)
-class Factors:
-    """Factors of the curvature of all matrices, where it is a product."""
-
-    values: Tensor
-    """(n,) fp32, see `shares`."""
-    bounds: list[tuple[int, int, int]]
-    """Start of each matrix's row factors, start of its column factors, and end."""
-
-    def __getitem__(self, matrix: int) -> tuple[Tensor, Tensor]:
-        """Return views of the (R,) and (C,) factors of a matrix, by its row in the table of `Matrices`."""
-        start, middle, end = self.bounds[matrix]
-        return self.values[start:middle], self.values[middle:end]
 
 
 class AxisSums:
@@ -56,7 +40,8 @@ class AxisSums:
         """Return sums of the same matrices that hold `values`."""
         other = copy.copy(self)
         other.values = values
-        return other.to(values.device)
+        other.extents = self.extents.to(values.device)
+        return other
 
     def zeros(self) -> AxisSums:
         """Return zeros for the same matrices."""
@@ -66,15 +51,9 @@ class AxisSums:
         """Return (matrices,) sums over the elements of every matrix."""
         return segment_sums(self.values, self.extents)[:, 0]
 
-    def factors(self, device: torch.device) -> Factors:
-        """Return the factors of every matrix, see `shares`, on `device`."""
-        return Factors(shares(self.values, self.extents).to(device), self.bounds)
-
-    def to(self, device: torch.device) -> AxisSums:
-        """Move the numbers."""
-        self.values = self.values.to(device)
-        self.extents = self.extents.to(device)
-        return self
+    def factors(self, device: torch.device) -> AxisSums:
+        """Return the fp32 factors of the curvature of every matrix, see `shares`, in the place of its sums."""
+        return self.holding(shares(self.values, self.extents).to(device))
 
     def matrix_sums(self, matrix: int) -> tuple[Tensor, Tensor]:
         """Return views of the (R,) row and (C,) column sums of a matrix, by its row in the table of `Matrices`."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sparseforge_ds.curvature.axis_sums import AxisSums, Factors
+from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.curvature.running_curvature import NO_GRADIENT, RunningCurvature
 from sparseforge_ds.curvature.tiled_shards import TiledShards
 from sparseforge_ds.mask.factored import vanishes
@@ -27,10 +27,10 @@ _LOG = logging.getLogger(__name__)
 class ScoreInputs:
     """Curvature and scaling of every matrix: what scores of its elements are made of."""
 
-    def __init__(self, matrices: Matrices, factors: Factors | None) -> None:
+    def __init__(self, matrices: Matrices, factors: AxisSums | None) -> None:
         self.matrices = matrices
         self.factors = factors
-        """Factors of the curvature of every matrix, where it is a product."""
+        """Factors of the curvature of every matrix (`AxisSums.factors`), where it is a product."""
         self.scaling = matrices.table(3)
         """(matrices, 3) fp64, see `scalings`; zeros until the moments are known."""
         self.by_magnitude: set[int] = set()
@@ -46,7 +46,7 @@ class ScoreInputs:
         for part in self.matrices.slices_of(span):
             curvature: Curvature = None if elements is None else elements[part.inside]
             if self.factors is not None:
-                curvature = RankOne(*self.factors[part.row], part.first)
+                curvature = RankOne(*self.factors.matrix_sums(part.row), part.first)
             yield part.inside, None if part.row in self.by_magnitude else curvature, part.row
 
 

@@ -356,5 +356,7 @@ class RunningCurvature:
                 yield chunk, weights.state_view(chunk, "curvature") if has_elements else None
                 continue
             slices = weights.matrices.slices_of(chunk)
-            products = [rank_one(*factors[part.row], part.first, part.first + part.numel) for part in slices]
+            products = [
+                rank_one(*factors.matrix_sums(part.row), part.first, part.first + part.numel) for part in slices
+            ]
             yield chunk, torch.cat(products)

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from sparseforge_ds.curvature.axis_sums import AxisSums, Factors
+from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.mask.kernels.codes import CODE
 from sparseforge_ds.mask.kernels.tiles import (
@@ -102,7 +102,7 @@ class TiledShards:
         self._none_measured = torch.zeros(len(bounds), dtype=torch.bool, device=device)
         self._no_factors = torch.zeros(1, device=device)
 
-    def moments(self, factors: Factors | None) -> Tensor:
+    def moments(self, factors: AxisSums | None) -> Tensor:
         """Return (matrices, 7) fp64 `importance.score_moments` of what is in tiles on this rank.
 
         Args:
@@ -118,7 +118,7 @@ class TiledShards:
         return add_moments(sums, self._segments)
 
     def move(
-        self, factors: Factors | None, by_magnitude: Collection[int], scaling: Tensor, dials: Dials, midpoint: bool
+        self, factors: AxisSums | None, by_magnitude: Collection[int], scaling: Tensor, dials: Dials, midpoint: bool
     ) -> None:
         """Update the masks of all tiles, account for them in the metrics, and write m_eff W to the masters.
 
@@ -164,7 +164,7 @@ class TiledShards:
                 100 * misaligned / elements,
             )
 
-    def _curvature(self, factors: Factors | None, by_magnitude: Collection[int]) -> TiledCurvature:
+    def _curvature(self, factors: AxisSums | None, by_magnitude: Collection[int]) -> TiledCurvature:
         """Return H of all matrices as tiles take it."""
         if factors is None:
             return TiledCurvature(self._no_factors, self._bounds, self._none_measured)
