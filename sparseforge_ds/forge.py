@@ -422,7 +422,7 @@ class SparseForge:
         self.sharded.state.frozen = self.step_count >= self.schedule.freeze_step
         if self.step_count == self.config.release_step:
             self.sharded.state.release()
-            self.sharded.metrics.forget_targets()
+            self.sharded.metrics.forget()
             self._republish()
 
     def _switch_on_branches(self, step: int) -> bool:

@@ -60,10 +60,18 @@ class MaskMetrics:
     def _add(self, name: str, value: Tensor) -> None:
         self._sums.setdefault(name, []).append(value)
 
-    def forget_targets(self) -> None:
-        """Forget the last targets, so that the next update reports no flip rate; a loaded checkpoint has none."""
+    def forget(self) -> None:
+        """Forget the last targets, and sums of an update that broke off; a loaded checkpoint has neither.
+
+        The next update reports no flip rate.
+        """
         self.targets.clear()
         self._target_bits.clear()
+        self._reset_sums()
+
+    def _reset_sums(self) -> None:
+        self._sums.clear()
+        self._counts = dict.fromkeys(_SUMS, 0.0)
 
     def has_target_bits(self, index: int) -> bool:
         """Return True if `target_bits` of a partition hold the targets of the last update."""
@@ -162,9 +170,7 @@ class MaskMetrics:
             totals = [part[0] if len(part) == 1 else torch.stack(part).sum() for part in parts]
             table += torch.stack(totals).to(device)
         sums = dict(zip(_SUMS, self.matrices.layout.sum_shards(table).tolist(), strict=True))
-        # The next report begins with empty sums.
-        self._sums.clear()
-        self._counts = dict.fromkeys(_SUMS, 0.0)
+        self._reset_sums()
         # Turn sums into shares and means. A quotient that nothing was counted for is left out.
         count = sums["count"]
         metrics = {"mask/undecided": sums["undecided"] / count, "mask/kept": sums["kept"] / count}

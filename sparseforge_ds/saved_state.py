@@ -53,7 +53,7 @@ class SavedState:
         weights.state.frozen = masks != "none" and weights.step >= weights.config.resolved_schedule.freeze_step
         if masks == "frozen":
             weights.check_frozen()
-        weights.metrics.forget_targets()
+        weights.metrics.forget()
         for name, branch in branches(weights.engine.module).items():
             branch.enabled = weights.step >= weights.config.branch_step and name in weights.shards
         self.loaded = True
