@@ -7,6 +7,7 @@ have read everything. DeepSpeed's own `load_checkpoint`, which unpickles and kno
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -151,7 +152,7 @@ class _Reader:
         """Check that the saved run trained the same weights, with optimizer states that can be cut into shards.
 
         Raises:
-            ValueError: a weight is trained in one run alone, a state cannot be cut, or one run has no scheduler.
+            ValueError: a weight is trained in one run alone, a state cannot be cut, or schedulers are unlike.
         """
         entries = self.checkpoint.entries
         # A weight that is trained now was trained then, and the other way round.
@@ -178,6 +179,15 @@ class _Reader:
                 f"engine, this engine has {'none' if scheduler is None else type(scheduler).__name__}; use the "
                 "settings of the saved run"
             )
+        # A copy tries to load, so that nothing has changed where the saved one is of another kind.
+        try:
+            if saved_scheduler is not None:
+                copy.copy(scheduler).load_state_dict(dict(saved_scheduler))
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{self.folder}: {type(scheduler).__name__} does not find its entries in the lr scheduler of the saved "
+                f"run ({error}); use the settings of the saved run"
+            ) from None
 
     def _check_masks(self) -> None:
         """Check that prunable weights have all states of ours while masks move, and bits alone once they are frozen."""
