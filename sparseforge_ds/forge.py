@@ -115,16 +115,6 @@ class SparseForge:
         return self.sharded.step
 
     @property
-    def refreshes(self) -> int:
-        """Curvature refreshes so far."""
-        return self.curvature.refreshes
-
-    @property
-    def lost_refreshes(self) -> int:
-        """Refreshes that were infinite or NaN since this object was made; masks then move by the older curvature."""
-        return self.curvature.lost_refreshes
-
-    @property
     def needs_probe(self) -> bool:
         """True if `start` or `step` take passes of their own, and so need a probe."""
         return (self.curvature.is_needed and not self.config.from_training_step) or self.config.starts_by_block

@@ -54,7 +54,7 @@ def overflow_in_probe(case: Case, too_large: float) -> dict[str, Any]:
         batch = my_part(batch_at(step))
         result["updated"].append(forge.step(lambda factor=factor, batch=batch: engine(**batch).loss * factor))
         if step == 1:
-            result["refreshes"] = forge.refreshes
+            result["refreshes"] = forge.curvature.refreshes
             result["same"] = all(torch.equal(value, before[name]) for name, value in published(engine).items())
             result["mask_one"] = all((mask == 1).all().item() for mask in gathered(forge, "mask").values())
             result["curvature_zero"] = all((c == 0).all().item() for c in gathered(forge, "curvature").values())

@@ -158,7 +158,7 @@ def record(engine: Any, forge: Any) -> dict[str, Any]:
         "everything": everything(engine, forge),
         "scaler": scaler_of(engine),
         "counters": (engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps),
-        "forge": (forge.step_count, forge.refreshes),
+        "forge": (forge.step_count, forge.curvature.refreshes),
         "lr": [group["lr"] for group in engine.basic_optimizer.param_groups],
         "decay": [group["weight_decay"] for group in engine.basic_optimizer.param_groups],
     }
