@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.checkpoint.disk import measurements_text
-from sparseforge_ds.cli.evaluate_tasks import FLAGS_OF_ANSWERS, check_flags_of_answers, measure_tasks, task_settings
+from sparseforge_ds.cli.evaluate_tasks import FLAGS_OF_ANSWERS, check_flags_of_answers, measure_tasks
 from sparseforge_ds.cli.export import DTYPES
 from sparseforge_ds.cli.given_model import register_packed24, require_model
 from sparseforge_ds.cli.imports import large_imports
@@ -218,7 +218,6 @@ def _measure(args: argparse.Namespace, ranks: Ranks, record: dict[str, Any]) -> 
         from sparseforge_ds.evaluate.harness import load_tasks
         from sparseforge_ds.evaluate.perplexity import require_same_tokens
         from sparseforge_ds.evaluate.scored_text import documents_belong_together, read_text, require_text_field
-        from sparseforge_ds.evaluate.task_scores import require_positions
         from sparseforge_ds.mask.pattern import parse_pattern, require_removing
         from sparseforge_ds.model.any_family import any_family
         from sparseforge_ds.model.registration import load_config
@@ -252,9 +251,7 @@ def _measure(args: argparse.Namespace, ranks: Ranks, record: dict[str, Any]) -> 
         if names is not None:
             allows_code = bool(args.confirm_run_unsafe_code)
             tasks = load_tasks(names, args.include_path, args.limit, args.num_fewshot, allows_code)
-            check_flags_of_answers(args, tasks, tokenizers)
-            for name, config in zip(models, configs, strict=True):
-                require_positions(tasks, task_settings(args), perplexity.max_positions(config), name)
+            check_flags_of_answers(args, tasks, tokenizers, configs)
         if args.dense is not None:
             for documents in texts.values():
                 require_same_tokens(models, tokenizers, documents)

@@ -113,14 +113,14 @@ def task_settings(args: argparse.Namespace) -> TaskSettings:
     )
 
 
-def check_flags_of_answers(args: argparse.Namespace, tasks: Any, tokenizers: list[Any]) -> None:
-    """Reject flags that no task reads, and models without a chat template that is asked for, before any is loaded."""
-    from sparseforge_ds.evaluate.task_scores import require_generation, require_generation_settings, require_template
+def check_flags_of_answers(args: argparse.Namespace, tasks: Any, tokenizers: list[Any], configs: list[Any]) -> None:
+    """Reject flags that no task reads, or that do not suit the model or the dense model, before one is loaded."""
+    from sparseforge_ds.evaluate.perplexity import max_positions
+    from sparseforge_ds.evaluate.task_scores import check_task_settings, require_generation
 
     require_generation(tasks, num_fewshot=args.num_fewshot, gen_kwargs=args.gen_kwargs)
-    require_generation_settings(tasks, task_settings(args), args.backend or "hf")
     if args.paper is not None and all(task.OUTPUT_TYPE == "generate_until" for task in tasks.by_name.values()):
         raise ValueError(f"--paper {args.paper}: the paper has no accuracies of generated answers; leave it out")
-    if args.apply_chat_template:
-        for name, tokenizer in zip((args.model, args.dense), tokenizers, strict=False):
-            require_template(tokenizer, name)
+    settings = task_settings(args)
+    for name, tokenizer, config in zip((args.model, args.dense), tokenizers, configs, strict=False):
+        check_task_settings(tasks, settings, name, tokenizer, max_positions(config), args.backend or "hf")

@@ -240,8 +240,6 @@ def cut_text(
     Raises:
         ValueError: a length does not fit a model or the text.
     """
-    if scoring.batch_size < 1:
-        raise ValueError(f"--batch_size {scoring.batch_size}: use an integer >= 1")
     # Settle the length.
     positions = min(map(max_positions, configs))
     seq_length = scoring.seq_length

@@ -113,19 +113,16 @@ def parse_arguments(text: str | None) -> dict[str, Any]:
 def measure(wrapped: Any, tasks: LoadedTasks, settings: TaskSettings | None = None) -> TaskScores:
     """Run the tasks on a model that the harness has wrapped.
 
+    Call `check_task_settings` before the model is loaded.
+
     Raises:
-        ValueError: the model does not know a token, has no chat template that is asked for, or has too few positions
-            for the answers of a task.
+        ValueError: the model does not know a token, or vLLM was given too few positions for the answers of a task.
     """
     from lm_eval import simple_evaluate
 
     settings = settings or TaskSettings()
-    tokenizer = wrapped.tokenizer
-    if settings.apply_chat_template:
-        require_template(tokenizer, tokenizer.name_or_path)
     model = wrapped.model if isinstance(wrapped.model, PreTrainedModel) else None
-    require_generation_settings(tasks, settings, "vllm" if model is None else "hf")
-    require_positions(tasks, settings, wrapped.max_length, "the model")
+    _require_positions(tasks, settings, wrapped.max_length, "the model")
 
     # The harness shows these bars in log files too.
     for ask in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
@@ -227,9 +224,30 @@ def compare_next_tokens(
             result.metrics[task][KL] = kl
 
 
-def require_template(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
-    """Reject the tokenizer of `model` if it has no chat template."""
-    if not tokenizer.chat_template:
+def check_task_settings(
+    tasks: LoadedTasks,
+    settings: TaskSettings,
+    model: str,
+    tokenizer: PreTrainedTokenizerBase,
+    positions: int,
+    backend: str = "hf",
+) -> None:
+    """Reject settings under which a model cannot be measured on tasks, before it is loaded.
+
+    Args:
+        tasks: the tasks.
+        settings: of the measurement.
+        model: name of the model, for messages.
+        tokenizer: its tokenizer.
+        positions: tokens that it can read at once.
+        backend: "hf" or "vllm".
+
+    Raises:
+        ValueError: generation cannot use a setting, answers do not fit the positions, or there is no chat template.
+    """
+    _require_generation_settings(tasks, settings, backend)
+    _require_positions(tasks, settings, positions, model)
+    if settings.apply_chat_template and not tokenizer.chat_template:
         raise ValueError(
             f"--apply_chat_template: the tokenizer of {model} has no chat template; leave the flag out, or put one "
             "into the model's folder (chat_template.jinja)"
@@ -245,7 +263,7 @@ def require_generation(tasks: LoadedTasks, **flags: Any) -> None:
             raise ValueError(f"--{flag} {value}: none of these tasks has generated answers; leave it out")
 
 
-def require_positions(tasks: LoadedTasks, settings: TaskSettings, positions: int, model: str) -> None:
+def _require_positions(tasks: LoadedTasks, settings: TaskSettings, positions: int, model: str) -> None:
     """Reject answers that do not fit a model's positions.
 
     Args:
@@ -265,7 +283,7 @@ def require_positions(tasks: LoadedTasks, settings: TaskSettings, positions: int
                 )
 
 
-def require_generation_settings(tasks: LoadedTasks, settings: TaskSettings, backend: str) -> None:
+def _require_generation_settings(tasks: LoadedTasks, settings: TaskSettings, backend: str) -> None:
     """Reject settings of `--gen_kwargs` that generation does not have, cannot use, or would ignore.
 
     Args:

@@ -22,12 +22,10 @@ from sparseforge_ds.data.text_files import LocalText, TextOptions, TextSource
 from sparseforge_ds.data.token_cache import TokenCache, ensure_token_cache
 from sparseforge_ds.data.tokenization import cache_key, unknown_token_error
 from sparseforge_ds.data.windows import ids_of_tokens
-from sparseforge_ds.evaluate.perplexity import max_positions
+from sparseforge_ds.evaluate.perplexity import BLOCK, max_positions
 from sparseforge_ds.model.sound_weights import why_not_finite
 from sparseforge_ds.model.top_logits import largest_logits
 
-_BLOCK = 2**24
-"""Most logits that are in fp32 at a time."""
 SAVED_EVERY = 64
 """Batches after which a killed process continues."""
 
@@ -98,11 +96,12 @@ def teach(
 ) -> LogitsRecord:
     """Write a model's largest logits of every window of a text; a killed process is continued.
 
+    Call `check_settings` before the model is loaded.
+
     Raises:
-        ValueError: the text is shorter than a window, or a setting does not suit the model.
+        ValueError: the text is shorter than a window, the model does not know a token, or its logits are not finite.
         OSError: the disk is too full.
     """
-    check_settings(settings, model.config)
     key, _ = cache_key(source, tokenizer, settings.document_frame)
     folder.mkdir(parents=True, exist_ok=True)
     # What one removes at its end, another one of the same text would be writing to.
@@ -169,7 +168,7 @@ def _answers(model: PreTrainedModel, token_BS: torch.Tensor, settings: TeachSett
     logits_TV = model(input_ids=token_BS.to(model.device), use_cache=False).logits.flatten(0, 1)
     parts = [
         largest_logits(block_TV, settings.top_k, settings.temperature)
-        for block_TV in logits_TV.split(max(1, _BLOCK // logits_TV.shape[1]))
+        for block_TV in logits_TV.split(max(1, BLOCK // logits_TV.shape[1]))
     ]
     entry_TK, share_TL = (torch.cat(columns).cpu().numpy() for columns in zip(*parts, strict=True))
     if not np.isfinite(share_TL).all():

@@ -15,12 +15,11 @@ from sparseforge_ds.evaluate.perplexity import max_positions
 from sparseforge_ds.evaluate.task_scores import (
     TaskScores,
     TaskSettings,
+    check_task_settings,
     compare_answers,
     measure,
     parse_arguments,
     require_generation,
-    require_positions,
-    require_template,
     wrap_model,
 )
 from sparseforge_ds.extras.studies.settings import MeasuredTasks
@@ -68,9 +67,8 @@ class TaskColumns:
                 if task.OUTPUT_TYPE == "loglikelihood_rolling":
                     raise ValueError(f"{name} measures perplexity, and has no right answers; name a text instead")
             require_generation(self._tasks, num_fewshot=tasks.num_fewshot, gen_kwargs=tasks.gen_kwargs)
-            require_positions(self._tasks, self._settings, max_positions(load_config(model, model)), model)
-            if tasks.apply_chat_template:
-                require_template(tokenizer, model)
+            positions = max_positions(load_config(model, model))
+            check_task_settings(self._tasks, self._settings, model, tokenizer, positions)
         except ValueError as error:
             raise ValueError(f'"tasks" of the comparison: {error}') from None
         self.identity = _hash_of_rows(self._tasks, tasks.limit)

@@ -45,6 +45,7 @@ def test_answers_of_every_result_stand_beside_its_perplexity(
     texts = Texts(["A dog."], ["A cat sat."], {}, [])
     for wrong, message in (
         ({"apply_chat_template": True}, "--apply_chat_template: the tokenizer of .* has no chat template"),
+        ({"gen_kwargs": "long=1"}, "--gen_kwargs long: generation has no such setting"),
         ({"gen_kwargs": "max_gen_toks=100000"}, "--tasks openings: its answers have up to 100000 tokens"),
     ):
         with pytest.raises(ValueError, match=message):
