@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.batch import SEQUENCE
-from sparseforge_ds.config.deepspeed_config import training_dtype, zero_stage
+from sparseforge_ds.config.deepspeed_config import training_dtype
 
 _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 
@@ -111,16 +112,14 @@ def settings(
         seq_length: tokens of a sequence.
         checkpointing: True if activations are computed again in the backward pass.
     """
-    zero = resolved.get("zero_optimization", {})
-    stage = zero_stage(resolved)
+    zero = DeepSpeedZeroConfig(**resolved.get("zero_optimization", {}))
     dtype = training_dtype(resolved)
-    offload = {key: (zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")}
+    on_host = [part is not None and part.device != "none" for part in (zero.offload_optimizer, zero.offload_param)]
     gradient_dtype = (resolved.get("data_types") or {}).get("grad_accum_dtype")
     params = resolved.get("optimizer", {}).get("params", {})
-    # Absent keys have DeepSpeed's defaults.
     return MemorySettings(
         forge=forge,
-        stage=stage,
+        stage=int(zero.stage),
         ranks=ranks,
         dtype=dtype,
         gradient_bytes=dtype.itemsize if gradient_dtype is None else _BYTES[str(gradient_dtype)],
@@ -130,20 +129,20 @@ def settings(
         sequence_parallel=int(resolved.get(SEQUENCE, 1)),
         checkpointing=checkpointing,
         teacher=forge.distillation is not None,
-        optimizer_on_host=offload["offload_optimizer"] != "none",
-        weights_on_host=offload["offload_param"] != "none",
+        optimizer_on_host=on_host[0],
+        weights_on_host=on_host[1],
         # DeepSpeed's own Adam is a fused kernel; torch's is one when it is told so.
         fused_optimizer=not params.get("torch_adam", False) or bool(params.get("fused", False)),
-        bucket=int(zero.get("reduce_bucket_size", 5e8)),
-        contiguous=bool(zero.get("contiguous_gradients", True)),
-        overlapped=stage == 3 if zero.get("overlap_comm") is None else bool(zero["overlap_comm"]),
-        prefetch=int(zero.get("stage3_prefetch_bucket_size", 5e7)),
-        persistence=int(zero.get("stage3_param_persistence_threshold", 1e5)),
-        max_live=int(zero.get("stage3_max_live_parameters", 1e9)),
-        max_reuse=int(zero.get("stage3_max_reuse_distance", 1e9)),
-        sub_group=int(zero.get("sub_group_size", 1e9)),
+        bucket=zero.reduce_bucket_size,
+        contiguous=zero.contiguous_gradients,
+        overlapped=bool(zero.overlap_comm),
+        prefetch=zero.prefetch_bucket_size,
+        persistence=zero.param_persistence_threshold,
+        max_live=zero.max_live_parameters,
+        max_reuse=zero.max_reuse_distance,
+        sub_group=zero.sub_group_size,
         bf16_states=bool((resolved.get("bf16") or {}).get("bf16_optimizer_states")),
-        sequential=bool(zero.get("stage3_allgather_sequential", False)),
+        sequential=zero.allgather_sequential,
         moments=_moments(resolved.get("optimizer", {})),
     )
 
