@@ -82,13 +82,13 @@ def _labels_of(inputs: dict[str, Any], head: TaskHead | None, model: Any) -> tup
     return labels, shifted or head is not TaskHead.NEXT_TOKEN
 
 
-def task_micro_batch(inputs: dict[str, Any], trained: float | None, model: Any) -> MicroBatch:
+def task_micro_batch(inputs: dict[str, Any], model: Any) -> MicroBatch:
     """Return the micro-batch of a probe's task loss: with labels, or with the completions of a trainer of TRL.
 
     Raises:
         ValueError: the inputs have neither.
     """
-    return trainer_micro_batch(_with_labels(inputs), trained, model)
+    return trainer_micro_batch(_with_labels(inputs), None, model)
 
 
 def trained_tokens(inputs: dict[str, Any], model: Any) -> Tensor | None:
@@ -193,7 +193,7 @@ class StepBatches:
     @cached_property
     def _batches(self) -> list[MicroBatch]:
         assert self.objective is not None
-        return [task_micro_batch(inputs, None, self.objective.engine.module) for inputs in self.inputs]
+        return [task_micro_batch(inputs, self.objective.engine.module) for inputs in self.inputs]
 
     @cached_property
     def _divisor(self) -> float:
@@ -235,7 +235,7 @@ class StartBatches:
         first = list(islice(self._examples, largest * self._ranks))
         self._examples = chain(first, self._examples)
         inputs = self._prepare(self._collated(first, largest))
-        token_BS = task_micro_batch(inputs, None, objective.engine.module).token_BS
+        token_BS = task_micro_batch(inputs, objective.engine.module).token_BS
         total = torch.tensor(token_BS.shape[1], device=token_BS.device)
         torch.distributed.all_reduce(total)
         length = max(1, int(total) // self._ranks)

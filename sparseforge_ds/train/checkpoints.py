@@ -251,12 +251,12 @@ class Checkpoints:
         sync(self.folder)
         sync(self.folder.parent)  # the first save has made the folder
 
-    def _announce(self, tag: str, losses: Mapping[int, float] | None = None) -> None:
+    def _announce(self, tag: str, losses: Mapping[int, float] | None) -> None:
         """Write the names of the newest checkpoint, which DeepSpeed's tools read, and of the best."""
         self._write_name("latest", tag)
         self.name_best(losses)
 
-    def _tidy(self, losses: Mapping[int, float] | None = None) -> None:
+    def _tidy(self, losses: Mapping[int, float]) -> None:
         """Remove all intact checkpoints but the newest `keep` and the best.
 
         One that is not intact may have a file too many, or have been unreadable for a moment: it stays.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sparseforge_ds.data.batches import MicroBatch, make_micro_batch
+from sparseforge_ds.data.batches import make_micro_batch
 from sparseforge_ds.data.held_out import HeldOut, read_held_out
 from sparseforge_ds.model.head import micro_batches_at_once
 from sparseforge_ds.ranks import Ranks
@@ -157,15 +157,13 @@ class Evaluation:
         for first in range(0, len(passes), ranks.world_size // parts):
             number = first + layout.data_parallel_rank
             batch = passes[min(number, len(passes) - 1)]
-            loss = self._sum(batch if parts == 1 else batch.take_tokens(part, parts)) / parts
+            batch = batch if parts == 1 else batch.take_tokens(part, parts)
+            loss = float(objective.cross_entropy(batch.to(self.context.device))) / parts
             if number < len(passes):
                 sums.append(loss)
 
         tokens = sum(int((batch.label_BS[:, 1:] >= 0).sum()) for batch in passes)
         return [loss for share in ranks.gather(sums) for loss in share], max(1, tokens)
-
-    def _sum(self, batch: MicroBatch) -> float:
-        return float(self.context.objective.cross_entropy(batch.to(self.context.device)))
 
 
 def _perplexity(loss: float) -> float:

@@ -56,7 +56,8 @@ class Preemption(AbstractContextManager["Preemption"]):
     """Listener for SIGTERM and SIGINT in a `with` block of the main thread."""
 
     def __init__(self) -> None:
-        self._noted = 0
+        self.requested = 0
+        """Signal that has asked this process to stop, or 0."""
         self._in_steps = False
         self._parents = _launchers()
         self._is_orphan = began_as_an_orphan()
@@ -77,9 +78,9 @@ class Preemption(AbstractContextManager["Preemption"]):
     def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         if error is not None and not self._in_steps:
             # The error may come from another rank, which noticed the signal sooner and is gone.
-            self._noted = self._noted or (signal.SIGTERM if self._has_lost_its_launcher() else 0)
-            if self._noted:
-                self._end(self._noted)  # closing connections properly would wait for the other ranks
+            self.requested = self.requested or (signal.SIGTERM if self._has_lost_its_launcher() else 0)
+            if self.requested:
+                self._end(self.requested)  # closing connections properly would wait for the other ranks
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._old_handlers.items():
             # A signal that a launcher sends again now must not change the exit code.
@@ -90,13 +91,8 @@ class Preemption(AbstractContextManager["Preemption"]):
         """Note the first signal from now on, instead of obeying it."""
         self._in_steps = True
 
-    @property
-    def requested(self) -> int:
-        """Return the signal that has asked this process to stop, or 0."""
-        return self._noted
-
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        self._noted = self._noted or number
+        self.requested = self.requested or number
 
     def _watch(self) -> None:
         """Obey signals that cannot wait for the main thread, in a thread that lasts as long as the `with` block."""

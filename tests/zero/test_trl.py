@@ -416,7 +416,7 @@ def test_completions_are_the_labels_of_a_probe() -> None:
         "tool_mask": ids([1, 1, 1], [1, 0, 1]),
         "num_items_in_batch": torch.tensor(4),
     }
-    batch = task_micro_batch(written, None, model)
+    batch = task_micro_batch(written, model)
     assert batch.token_BS.tolist() == [[0, 5, 8, 9, 0], [6, 7, 10, 11, 12]]
     assert batch.label_BS.tolist() == [[-100, -100, 8, 9, -100], [-100, -100, 10, -100, 12]]
     assert {key: value.tolist() for key, value in batch.extra_inputs.items()} == {
@@ -425,11 +425,11 @@ def test_completions_are_the_labels_of_a_probe() -> None:
     trained = trained_tokens(written, model)
     assert trained is not None and int(trained) == 4
     pairs = {"input_ids": ids([3, 4, 5]), "completion_mask": ids([0, 1, 1]), "ref_chosen_logps": torch.zeros(1)}
-    batch = task_micro_batch(pairs, None, model)
+    batch = task_micro_batch(pairs, model)
     assert batch.label_BS.tolist() == [[-100, 4, 5]] and not batch.extra_inputs
     assert trained_tokens({"input_ids": ids([3])}, model) is None
     with pytest.raises(ValueError, match="have no labels.*but input_ids, rewards: the trainer has a loss of its own"):
-        task_micro_batch({"input_ids": ids([3]), "rewards": ids([1])}, None, model)
+        task_micro_batch({"input_ids": ids([3]), "rewards": ids([1])}, model)
 
 
 def test_sft_keeps_the_zeros_of_a_sparse_model_without_deepspeed(tmp_path: Path) -> None:
