@@ -30,6 +30,8 @@ from sparseforge_ds.export.workers import each
 
 NO_LIMIT = 1 << 62
 """Bytes of a file that is never divided."""
+_CLOCK_SKEW = 60.0
+"""Seconds by which the clocks of a file server and of this machine may differ."""
 
 
 @contextmanager
@@ -47,7 +49,7 @@ def unfinished_folder(out: str | Path) -> Iterator[Path]:
     temporary = out.parent / f"{_prefix(out)}{os.getpid()}.tmp"
     try:
         for leftover, process in _temporary_folders(out).items():
-            if not psutil.pid_exists(process):
+            if not _is_written_by(process, leftover):
                 shutil.rmtree(leftover)
         with atomic_folder(out, temporary) as folder:
             yield folder
@@ -81,6 +83,14 @@ def _temporary_folders(out: Path) -> dict[Path, int]:
     return {folder: int(process) for folder, process in folders.items() if process.isdecimal()}
 
 
+def _is_written_by(process: int, temporary: Path) -> bool:
+    """Return False if either is gone, or the process began after the folder's last change: its id is a reused one."""
+    try:
+        return psutil.Process(process).create_time() < temporary.stat().st_mtime + _CLOCK_SKEW
+    except (psutil.NoSuchProcess, FileNotFoundError):
+        return False
+
+
 def _is_written(file: Path, out: Path, temporary: Path) -> bool:
     """Return True for a file of the folder that gets the name `out`, and for the folders that hold it."""
     return file.is_relative_to(temporary) or file == out or file in out.parents
@@ -102,7 +112,7 @@ def require_free(out: str | Path) -> None:
         raise ValueError(f"{out}: a file system is mounted there, which a folder cannot replace; give a name inside it")
     require_writable(out.parent, str(out))
     for temporary, process in _temporary_folders(out).items():
-        if process != os.getpid() and psutil.pid_exists(process):
+        if process != os.getpid() and _is_written_by(process, temporary):
             raise ValueError(
                 f"{out}: process {process} writes it at the moment; give another name, or remove {temporary} if that "
                 "process is another program"

@@ -6,6 +6,7 @@ import socket
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -95,6 +96,11 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     host = socket.gethostname()
     for process in (ended.pid, os.getpid()):  # a container may give out the same id again
         (tmp_path / f".out.{host}.{process}.tmp").mkdir()
+    # So may a machine after a restart: this process began when the folder was no longer written to.
+    reused = tmp_path / f".out.{host}.{os.getppid()}.tmp"
+    reused.mkdir()
+    os.utime(reused, (0, psutil.Process(os.getppid()).create_time() - 3600))
+    require_free(tmp_path / "out")
     other_values = [f".out.{host}.x.tmp", ".out.elsewhere.99999.tmp", f".out2.{host}.99999.tmp"]
     for other in other_values:
         (tmp_path / other).mkdir()
