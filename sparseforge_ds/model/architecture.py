@@ -23,7 +23,7 @@ _ATTENTION = "sparseforge_planned"
 """Our `attn_implementation` of a transformers model."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of config.json for the number of routed experts."""
-_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 """Keys of config.json for the number of experts that a router chooses, or for a list of it by layer."""
 
 
@@ -149,16 +149,11 @@ def without_numbers(config: PretrainedConfig) -> Iterator[None]:
 
 def share_of_experts(model: PreTrainedModel) -> float:
     """Return the share of its routed experts that a token passes; 1 where there are none, or it passes all."""
-    if any(sees_all_tokens(module) for module in model.modules()):
-        return 1.0
-    return chosen_share(model.config.get_text_config())
-
-
-def chosen_share(text: PretrainedConfig) -> float:
-    """Return the share of its routed experts that a router chooses for a token; 1 where there are none."""
-    experts = next((getattr(text, name) for name in _EXPERTS if getattr(text, name, None)), None)
-    chosen = next((getattr(text, name) for name in _CHOSEN if getattr(text, name, None)), None)
-    if experts is None or chosen is None:
+    text = model.config.get_text_config()
+    sizes = getattr(text, "ffn_config", text)  # DBRX has them apart
+    experts = next((getattr(sizes, name) for name in _EXPERTS if getattr(sizes, name, None)), None)
+    chosen = next((getattr(sizes, name) for name in _CHOSEN if getattr(sizes, name, None)), None)
+    if experts is None or chosen is None or any(sees_all_tokens(module) for module in model.modules()):
         return 1.0
     by_layer = chosen if isinstance(chosen, list) else [chosen]
     return min(float(sum(by_layer) / len(by_layer) / experts), 1.0)

@@ -18,7 +18,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.extras.planner.flops import AttentionLayer, attention_layers
 from sparseforge_ds.extras.planner.machine import GPUS, Gpu
 from sparseforge_ds.model.any_family import any_family
-from sparseforge_ds.model.architecture import bare_model, chosen_share
+from sparseforge_ds.model.architecture import bare_model, share_of_experts
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.packed_format.packed_values import Grid, bits_a_weight
 
@@ -64,11 +64,11 @@ class ModelBytes:
     pruned: int
     """Elements that 2:4 and few bits apply to."""
     pruned_read: float
-    """Elements of these that one step reads; fewer than all where tokens choose experts."""
+    """Elements of these that one step reads; fewer than all where tokens choose experts, or a part of it sees."""
     other: int
     """Elements that stay dense in 16 bits: embeddings, head, norms, routers."""
-    other_read: int
-    """Elements of these that one step reads: all but a table of embeddings that is not the head as well."""
+    other_read: float
+    """Elements of these that one step reads; not a table of embeddings, unless it is the head as well."""
     cache: int
     """Bytes of keys and values of all sequences, in 16 bits."""
 
@@ -120,19 +120,27 @@ def model_bytes(config: PretrainedConfig, batch: int, context: int, unknown: boo
     text = config.get_text_config()
     block = SparseForgeConfig()
     weights = prunable_weights(model, any_family(model, block) if unknown else block)
-    pruned = sum(weight.numel for weight in weights)
-    of_experts = sum(weight.numel for weight in weights if weight.experts)
-    other = sum(parameter.numel() for parameter in model.parameters()) - pruned
-    # Every token chooses its experts by itself, and all alike.
-    chosen = 1 - (1 - chosen_share(text)) ** batch
-    # Rows of a separate table of embeddings are all that a step reads of it.
+    # A step runs the language model and its head, and no model that sees.
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    is_head = head is None or head.weight is embeddings.weight
+    modules = [model.get_decoder(), *([] if head is None else [head])]
+    in_step = {id(parameter) for module in modules for parameter in module.parameters()}
+    # Rows of a separate table of embeddings are all that a step reads of it.
+    if head is not None and head.weight is not embeddings.weight:
+        in_step.discard(id(embeddings.weight))
+    # Every token chooses its experts by itself, and all alike.
+    chosen = 1 - (1 - share_of_experts(model)) ** batch
+    read = {
+        name: parameter.numel() * (chosen if ".experts." in name else 1)
+        for name, parameter in model.named_parameters()
+        if id(parameter) in in_step
+    }
+    pruned = sum(weight.numel for weight in weights)
+    pruned_read = sum(read.get(weight.name, 0) for weight in weights)
     return ModelBytes(
         pruned=pruned,
-        pruned_read=pruned - of_experts + of_experts * chosen,
-        other=other,
-        other_read=other if is_head else other - embeddings.weight.numel(),
+        pruned_read=pruned_read,
+        other=sum(parameter.numel() for parameter in model.parameters()) - pruned,
+        other_read=sum(read.values()) - pruned_read,
         cache=batch * cache_of_sequence(text, context),
     )
 

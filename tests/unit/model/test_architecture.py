@@ -83,6 +83,7 @@ def test_a_token_uses_some_of_the_experts() -> None:
         ("aria_text", {"moe_num_experts": 8, "moe_topk": 2}),
         ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": 2, "head_dim": 8}),
         ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": [1, 3], "head_dim": 8}),
+        ("dbrx", {"ffn_config": {"moe_num_experts": 8, "moe_top_k": 2}, "attn_config": {"rope_theta": 1e4}}),
     ],
 )
 def test_the_number_of_chosen_experts_has_several_names(kind: str, keys: dict[str, Any]) -> None:

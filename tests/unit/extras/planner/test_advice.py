@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import FalconConfig, Qwen3MoeConfig, StableLmConfig
+from transformers import FalconConfig, Gemma3Config, Gemma3TextConfig, Qwen3MoeConfig, StableLmConfig
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.extras.planner.advice import (
@@ -27,6 +27,7 @@ from sparseforge_ds.model.model_config import read_model_config
 from sparseforge_ds.packed_format.packed_values import Grid, round_values
 from sparseforge_ds.packed_format.packing import pack24
 from tests.conftest import ROOT
+from tests.tiny_models import BUILDERS
 from tests.unit.extras.planner.hub_configs import qwen3_14b
 
 RESULTS = (ROOT / "studies" / "gpu.md").read_text()
@@ -93,6 +94,18 @@ def test_a_mixture_reads_the_experts_that_its_tokens_choose(tmp_path: Path) -> N
     assert first.pruned - first.pruned_read == pytest.approx(experts * 6 / 8)
     assert many.pruned_read == pytest.approx(many.pruned)
     assert many.cache == 64 * first.cache
+
+
+def test_a_step_reads_all_experts_of_llama4_and_no_model_that_sees() -> None:
+    llama4 = model_bytes(BUILDERS["llama4_text"]().config, 1, 8)
+    assert llama4.pruned_read == llama4.pruned
+    layer = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text = {**layer, "head_dim": 8, "vocab_size": 64}
+    vision = {**layer, "image_size": 8, "patch_size": 4}
+    seeing = model_bytes(Gemma3Config(text_config=text, vision_config=vision), 1, 8, unknown=True)
+    blind = model_bytes(Gemma3TextConfig(**text), 1, 8)
+    assert (seeing.pruned_read, seeing.other_read) == (blind.pruned_read, blind.other_read)
+    assert seeing.pruned > blind.pruned and seeing.other > blind.other
 
 
 def test_sliding_windows_and_shared_embeddings_save_bytes() -> None:
