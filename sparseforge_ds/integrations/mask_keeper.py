@@ -58,6 +58,10 @@ def find_zeros(model: nn.Module, pattern: str | None = None, names: str | Sequen
                 f"{next(iter(rows), 'none')}"
             )
     chosen = {name: row for name, row in rows.items() if globs is None or matches(name, globs)}
+    # Zeros alone are a fresh layer, like the second matrix of an adapter, or a pruned one: the user must say which.
+    if globs is None and (empty := [name for name in chosen if not bool((parameters[name] != 0).any())]):
+        _LOG.warning("%s has zeros alone, and is not kept; to keep it, name all weights to keep by names=", empty[0])
+        chosen = {name: row for name, row in chosen.items() if name not in empty}
 
     # Take the first pattern that some weight is in.
     share: dict[str, float] = {}
@@ -290,14 +294,11 @@ def _rows(model: nn.Module, names: Iterable[str]) -> dict[str, Row]:
 
 
 def _share_in_pattern(weight: Tensor, pattern: Pattern, row: Row) -> float:
-    """Return the share of groups of a weight that are in the pattern; -1 where it cannot be in it, or has no values."""
+    """Return the share of groups of a weight that are in the pattern; -1 where it cannot be in it."""
     shape = tuple(weight.shape)
     fits = weight.is_floating_point() and len(shape) in (2, 3)
     if not fits or pattern.misfit((shape[-2] // row.stacked, shape[-1]), row.input_axis) is not None:
         return -1.0
-    nonzero = weight != 0
-    if not bool(nonzero.any()):  # as the second matrix of a fresh adapter
-        return -1.0
-    nonzero_GM = pattern.to_groups(nonzero.reshape(-1).to(torch.uint8), shape, row.input_axis)
+    nonzero_GM = pattern.to_groups((weight != 0).reshape(-1).to(torch.uint8), shape, row.input_axis)
     kept_G = pattern.pooled(nonzero_GM).count_nonzero(1)
     return float((kept_G <= pattern.kept_count).double().mean())

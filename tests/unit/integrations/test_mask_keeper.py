@@ -161,6 +161,16 @@ def test_other_patterns_and_chosen_names_are_kept() -> None:
     assert len(keep_mask(block, SGD(block.parameters(), lr=0.1), pattern="block16").pruned) == 14
 
 
+def test_a_matrix_of_zeros_alone_is_kept_if_it_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = sparse_model(tiny_llama())
+    name = "model.layers.1.mlp.up_proj.weight"
+    model.get_parameter(name).data.zero_()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    assert name not in keep_mask(model, optimizer).pruned
+    assert f"{name} has zeros alone, and is not kept; to keep it, name all weights to keep by names=" in caplog.text
+    assert bool(keep_mask(model, optimizer, names="*_proj.weight").pruned[name].all())
+
+
 def test_the_matrices_of_an_adapter_are_none_of_the_model() -> None:
     """An exported branch sums neighbouring inputs, so that seven of eight groups of its matrix are zeros."""
     model = sparse_model(tiny_llama())
