@@ -162,16 +162,11 @@ def take_lock(path: Path, refusal: str, remedy: str) -> int:
     """
     lock = open_own_file(path, os.O_RDWR)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(lock, 200).decode(errors="replace").strip()
+        if not _lock(lock, fcntl.LOCK_EX, refusal, remedy):
+            _LOG.warning("%s is on a file system without locks: do not start a second process there", path.parent)
+    except (ValueError, OSError):
         os.close(lock)
-        raise ValueError(f"{refusal} ({holder or 'of an unknown process'}); {remedy}") from None
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-            os.close(lock)
-            raise
-        _LOG.warning("%s is on a file system without locks: do not start a second process there", path.parent)
+        raise
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return lock
@@ -184,13 +179,21 @@ def require_unlocked(path: Path, refusal: str, remedy: str) -> None:
     except FileNotFoundError:
         return
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{refusal} ({file.read(200).strip() or 'of an unknown process'}); {remedy}") from None
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-                raise
+        _lock(file.fileno(), fcntl.LOCK_SH, refusal, remedy)
+
+
+def _lock(handle: int, kind: int, refusal: str, remedy: str) -> bool:
+    """Lock an open file, or return False on a file system without locks; errors are those of `take_lock`."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(handle, 200).decode(errors="replace").strip()
+        raise ValueError(f"{refusal} ({holder or 'of an unknown process'}); {remedy}") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor
-from sparseforge_ds.export.adapter import ADAPTER_STEM, ADAPTER_TENSORS
+from sparseforge_ds.export.adapter import ADAPTER_CONFIG, ADAPTER_STEM, ADAPTER_TENSORS
 from sparseforge_ds.export.compressed_tensors import QuantizedWeights
 from sparseforge_ds.export.source import DTYPES
 from sparseforge_ds.export.unused import divide
+from sparseforge_ds.model.basis import PERMUTATION
 from sparseforge_ds.model.families import BRANCH
+from sparseforge_ds.model.sound_weights import require_float_weights
 from sparseforge_ds.model.stored_config import configured_dtype, is_packed_config, is_quantized
 from sparseforge_ds.packed_format.packed_values import SCALE, Grid, require_grid, values_per_element
 from sparseforge_ds.packed_format.packing import (
@@ -148,6 +150,31 @@ def _grid(folder: Path, config: dict[str, Any]) -> Grid | None:
         return require_grid(*map(config["quantization_config"].get, ("values", "group_size")))
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
+
+
+def open_dense(
+    folder: Path, config: dict[str, Any], *, permuted: bool = True
+) -> tuple[TensorFolder, dict[str, TensorSpec], list[str]]:
+    """Open the files of a dense model.
+
+    Args:
+        folder: of the model.
+        config: content of its config.json, from `read_config_json`.
+        permuted: False to refuse one that `sparseforge permute` wrote.
+
+    Returns:
+        All tensors, and what `divide` makes of their specs.
+
+    Raises:
+        ValueError: the model is sparse already, has an adapter, or stores a weight as no float.
+    """
+    states = {"sparsity.json": "is sparse", ADAPTER_CONFIG: "has an adapter"}
+    for file, state in (states if permuted else states | {PERMUTATION: "is permuted"}).items():
+        if (folder / file).exists():
+            raise ValueError(f"{folder}: {state} already ({file}); start from the dense model that it was made of")
+    tensors = TensorFolder(folder)
+    require_float_weights({name: spec.dtype for name, spec in tensors.specs.items()}, folder, str(folder))
+    return tensors, *divide(tensors.specs, config)
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,12 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
-from sparseforge_ds.checkpoint.tensors import TensorFolder, fingerprint_weights
-from sparseforge_ds.export.adapter import ADAPTER_CONFIG
+from sparseforge_ds.checkpoint.tensors import fingerprint_weights
 from sparseforge_ds.export.source import DTYPES, read_config_json
-from sparseforge_ds.export.unused import divide
+from sparseforge_ds.export.stored import open_dense
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import build_model, load_config
 from sparseforge_ds.model.saved_names import Placement, SavedTensor
-from sparseforge_ds.model.sound_weights import require_float_weights
 from sparseforge_ds.model.stored_config import config_sha256, configured_dtype
 from sparseforge_ds.transformers_internals import no_init_weights
 
@@ -37,14 +35,8 @@ class DenseModel:
         """
         self.folder = Path(folder)
         self.stored_config = read_config_json(self.folder)
-        for file, state in (("sparsity.json", "is sparse"), (ADAPTER_CONFIG, "has an adapter")):
-            if (self.folder / file).exists():
-                raise ValueError(f"{folder}: {state} already ({file}); start from the dense model that it was made of")
         self.config = load_config(self.folder, str(folder))
-        self.tensors = TensorFolder(self.folder)
-        dtypes = {name: spec.dtype for name, spec in self.tensors.specs.items()}
-        require_float_weights(dtypes, self.folder, str(folder))
-        self.specs, self.unused = divide(self.tensors.specs, self.stored_config)
+        self.tensors, self.specs, self.unused = open_dense(self.folder, self.stored_config)
         try:
             with no_init_weights(), init_empty_weights(include_buffers=False):
                 self.module = build_model(self.config, dtype=torch.float32)

@@ -8,22 +8,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.export.adapter import ADAPTER_CONFIG
 from sparseforge_ds.export.model_folder import copy_other_files
 from sparseforge_ds.export.source import read_config_json
-from sparseforge_ds.export.unused import divide
+from sparseforge_ds.export.stored import open_dense
 from sparseforge_ds.export.writer import parse_size, write_tensors
 from sparseforge_ds.extras.basis.permutation.channels import check_family, dimensions
 from sparseforge_ds.extras.basis.permutation.find import SearchSettings, find_permutation
 from sparseforge_ds.extras.basis.permutation.record import Permutation
 from sparseforge_ds.extras.basis.permutation.reordering import Reordering
-from sparseforge_ds.model.basis import PERMUTATION
 from sparseforge_ds.model.families import PrunableWeight, prunable_names
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.model.saved_names import saved_tensors
-from sparseforge_ds.model.sound_weights import require_float_weights
 
 
 class DenseFolder:
@@ -36,21 +32,12 @@ class DenseFolder:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.model_type = str(read_config_json(self.folder).get("model_type"))
-        for file, state in (
-            ("sparsity.json", "is sparse"),
-            (ADAPTER_CONFIG, "has an adapter"),
-            (PERMUTATION, "is permuted"),
-        ):
-            if (self.folder / file).exists():
-                raise ValueError(f"{folder}: {state} already ({file}); start from the dense model that it was made of")
+        stored_config = read_config_json(self.folder)
+        self.tensors, self.specs, self.unused = open_dense(self.folder, stored_config, permuted=False)
+        """Specs of the model's tensors, and names of tensors that transformers does not load; those are not copied."""
+        self.model_type = str(stored_config.get("model_type"))
         check_family(self.model_type)
         self.config = load_config(self.folder, str(folder)).get_text_config()
-        self.tensors = TensorFolder(self.folder)
-        dtypes = {name: spec.dtype for name, spec in self.tensors.specs.items()}
-        require_float_weights(dtypes, self.folder, str(folder))
-        self.specs, self.unused = divide(self.tensors.specs, read_config_json(self.folder))
-        """Specs of the model's tensors, and names of tensors that transformers does not load; those are not copied."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
