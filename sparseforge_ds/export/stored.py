@@ -152,7 +152,7 @@ def _grid(folder: Path, config: dict[str, Any]) -> Grid | None:
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
 
 
-def open_dense(
+def open_dense_files(
     folder: Path, config: dict[str, Any], *, permuted: bool = True
 ) -> tuple[TensorFolder, dict[str, TensorSpec], list[str]]:
     """Open the files of a dense model.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sparseforge_ds.checkpoint.tensors import fingerprint_weights
 from sparseforge_ds.export.source import DTYPES, read_config_json
-from sparseforge_ds.export.stored import open_dense
+from sparseforge_ds.export.stored import open_dense_files
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import build_model, load_config
 from sparseforge_ds.model.saved_names import Placement, SavedTensor
@@ -36,7 +36,7 @@ class DenseModel:
         self.folder = Path(folder)
         self.stored_config = read_config_json(self.folder)
         self.config = load_config(self.folder, str(folder))
-        self.tensors, self.specs, self.unused = open_dense(self.folder, self.stored_config)
+        self.tensors, self.specs, self.unused = open_dense_files(self.folder, self.stored_config)
         try:
             with no_init_weights(), init_empty_weights(include_buffers=False):
                 self.module = build_model(self.config, dtype=torch.float32)

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, str] = {
     "sharded_weights start forge",
     "integrations": "extension_locks mask packed_format config checkpoint zero model data forge train",
     "extras.fsdp2": "zero",
-    "extras.basis": "mask config checkpoint zero model export",
+    "extras.basis": "mask config checkpoint zero model start export",
     "extras.packed24": "extension_locks transformers_internals packed_format model evaluate",
     "extras.planner": "transformers_internals mask packed_format config zero model data export train start prune",
     "extras.studies": "mask config checkpoint model data start export evaluate prune train",

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.model_folder import copy_other_files
 from sparseforge_ds.export.source import read_config_json
-from sparseforge_ds.export.stored import open_dense
+from sparseforge_ds.export.stored import open_dense_files
 from sparseforge_ds.export.writer import parse_size, write_tensors
 from sparseforge_ds.extras.basis.permutation.channels import check_family, dimensions
 from sparseforge_ds.extras.basis.permutation.find import SearchSettings, find_permutation
@@ -33,7 +33,7 @@ class DenseFolder:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         stored_config = read_config_json(self.folder)
-        self.tensors, self.specs, self.unused = open_dense(self.folder, stored_config, permuted=False)
+        self.tensors, self.specs, self.unused = open_dense_files(self.folder, stored_config, permuted=False)
         """Specs of the model's tensors, and names of tensors that transformers does not load; those are not copied."""
         self.model_type = str(stored_config.get("model_type"))
         check_family(self.model_type)

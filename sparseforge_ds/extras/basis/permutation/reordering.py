@@ -33,11 +33,6 @@ class Reordering:
             for axis in dimension.axes:
                 self._axes[axis.tensor].append((axis, permutation.index_BC[name]))
 
-    @property
-    def moved(self) -> list[str]:
-        """Names of the tensors that have channels."""
-        return list(self._axes)
-
     def __call__(self, name: str, value: Tensor) -> Tensor:
         """Return a tensor of the model with its channels in their new order."""
         for axis, index_BC in self._axes.get(name, ()):
