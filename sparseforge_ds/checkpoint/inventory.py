@@ -6,7 +6,7 @@ It reads names, sizes and manifests, and opens no `.pt` file.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def take_inventory(folder: Path) -> Inventory:
         children = sorted(folder.iterdir()) if folder.is_dir() else []
         leftovers = [child.name for child in children if child.suffix == ".tmp"]
         folders = [child for child in children if child.is_dir() and child.suffix != ".tmp" and is_checkpoint(child)]
-        entries = _described({*list_checkpoints(folder), *folders})
+        entries = describe_all({*list_checkpoints(folder), *folders}, describe_checkpoint)
         entries.sort(key=lambda entry: (-1 if entry.step is None else entry.step, entry.name))
         newest = newest_checkpoint(folder)
     except OSError as error:
@@ -85,15 +85,17 @@ def take_inventory(folder: Path) -> Inventory:
     return Inventory(entries, leftovers, current, problem)
 
 
-def _described(folders: Iterable[Path]) -> list[SavedCheckpoint]:
-    """Describe checkpoints, without those that a run removes in the meantime."""
+def describe_all(folders: Iterable[Path], describe: Callable[[Path], SavedCheckpoint]) -> list[SavedCheckpoint]:
+    """Describe checkpoints by a function, without those that a run removes in the meantime."""
     entries = []
     for folder in folders:
         try:
-            entries.append(describe_checkpoint(folder))
+            entry = describe(folder)
         except FileNotFoundError:
             if folder.is_dir():
                 raise
+        if folder.is_dir():
+            entries.append(entry)
     return entries
 
 

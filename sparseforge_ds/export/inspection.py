@@ -26,6 +26,7 @@ from sparseforge_ds.checkpoint.folder import (
 from sparseforge_ds.checkpoint.inventory import (
     Inventory,
     SavedCheckpoint,
+    describe_all,
     describe_checkpoint,
     is_checkpoint,
     take_inventory,
@@ -147,12 +148,12 @@ def inspect(path: str | Path, quick: bool = False, checksums: bool = False) -> I
     current = inventory.current
     # Every byte of them, if that is asked for.
     if checksums:
-        entries = verify_checkpoints(parent, entries)
+        entries = describe_all((parent / entry.name for entry in entries), verify_checkpoint)
         if checkpoints is not None and single is not None and not single.is_dir():
             # The run has saved, and removed the checkpoint that was the newest.
             current = take_inventory(checkpoints).current
             single = checkpoints / current.name if current else None
-            entries += verify_checkpoints(parent, [current] if current else [])
+            entries += describe_all([single] if single else [], verify_checkpoint)
         current = next((entry for entry in entries if current is not None and entry.name == current.name), current)
     checked = entries if checksums else []
     problems += [entry.problem for entry in (*checked, current) if entry is not None and entry.problem is not None]
@@ -172,21 +173,6 @@ def inspect(path: str | Path, quick: bool = False, checksums: bool = False) -> I
             if mask.strange
         ]
     return Inspection(path, description, result, inventory.leftovers, entries, current, status, problems)
-
-
-def verify_checkpoints(parent: Path, entries: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
-    """Read every byte of checkpoints, except of those that a run removes in the meantime."""
-    verified = []
-    for entry in entries:
-        folder = parent / entry.name
-        try:
-            checked = verify_checkpoint(folder)
-        except FileNotFoundError:
-            if folder.is_dir():
-                raise
-        if folder.is_dir():
-            verified.append(checked)
-    return verified
 
 
 def phase(config: SparseForgeConfig, step: int, steps: int) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from sparseforge_ds.checkpoint import inventory as inventory_module
-from sparseforge_ds.checkpoint.inventory import SavedCheckpoint, describe_checkpoint, take_inventory
+from sparseforge_ds.checkpoint.inventory import SavedCheckpoint, describe_all, describe_checkpoint, take_inventory
 from sparseforge_ds.checkpoint.manifest import FORMAT
 
 
@@ -107,3 +108,19 @@ def test_without_a_manifest_the_files_must_fit_together(tmp_path: Path) -> None:
 def test_a_folder_without_checkpoints_is_an_empty_inventory(tmp_path: Path) -> None:
     inventory = take_inventory(tmp_path / "checkpoints")
     assert inventory.entries == [] and inventory.current is None and inventory.problem is None
+
+
+def test_checkpoints_that_a_run_removes_meanwhile_are_no_damage(tmp_path: Path) -> None:
+    entries = [SavedCheckpoint(name, step, 1, None) for step, name in enumerate(("gone", "removed", "kept"))]
+    for name in ("removed", "kept"):
+        (tmp_path / name).mkdir()
+
+    def verify(folder: Path) -> SavedCheckpoint:
+        if not folder.is_dir():
+            raise FileNotFoundError(folder)
+        if folder.name == "removed":
+            folder.rmdir()
+            return dataclasses.replace(entries[1], problem="incomplete")
+        return entries[2]
+
+    assert describe_all([tmp_path / entry.name for entry in entries], verify) == entries[2:]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 from sparseforge_ds.checkpoint.damage import suggest_intact_checkpoint
-from sparseforge_ds.checkpoint.inventory import SavedCheckpoint
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.export import inspection
 from sparseforge_ds.export.inspection import MaskReport, inspect, mask_report, phase, summarize_masks
 from sparseforge_ds.mask.pattern import NM
 
@@ -93,25 +90,6 @@ def test_a_damaged_description_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "sparseforge.json").write_text('{"versions": ')
     with pytest.raises(ValueError, match=r"sparseforge\.json: not a readable JSON"):
         inspect(tmp_path)
-
-
-def test_checkpoints_that_a_run_removes_meanwhile_are_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entries = [SavedCheckpoint(name, step, 1, None) for step, name in enumerate(("gone", "removed", "kept"))]
-    for name in ("removed", "kept"):
-        (tmp_path / name).mkdir()
-
-    def verify(folder: Path) -> SavedCheckpoint:
-        if not folder.is_dir():
-            raise FileNotFoundError(folder)
-        if folder.name == "removed":
-            folder.rmdir()
-            return dataclasses.replace(entries[1], problem="incomplete")
-        return entries[2]
-
-    monkeypatch.setattr(inspection, "verify_checkpoint", verify)
-    assert inspection.verify_checkpoints(tmp_path, entries) == entries[2:]
 
 
 def test_an_export_says_that_its_checkpoint_was_removed(tmp_path: Path) -> None:
