@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,29 +81,23 @@ def _calls(model: Any, names: Iterable[str]) -> dict[str, int]:
     """Count how often tokens pass the layer of each weight; empty for a model that cannot run on the meta device."""
     calls = dict.fromkeys(names, 0)
 
-    def count_call(name: str, inputs: tuple[Any, ...], output: Any) -> None:
-        layer = model.get_submodule(name.rpartition(".")[0])
+    def count_call(name: str, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        inputs = (*args, *kwargs.values())
         widths = full_shape(layer.weight)[:: 1 if isinstance(layer, Conv1D) else -1]
         has_tensors = isinstance(output, Tensor) and bool(inputs) and isinstance(inputs[0], Tensor)
         calls[name] += has_tensors and (inputs[0].shape[-1], output.shape[-1]) == widths
 
     # One hook a layer, which counts calls whose widths are those of its weight.
-    handles = [
-        model.get_submodule(name.rpartition(".")[0]).register_forward_hook(
-            lambda _layer, args, kwargs, output, name=name: count_call(name, (*args, *kwargs.values()), output),
-            with_kwargs=True,
-        )
-        for name in calls
-    ]
-    # One forward pass of 8 tokens on the meta device, where nothing is computed.
-    try:
-        with without_numbers(model.config), torch.no_grad(), PeakMemoryCounter():
-            model(input_ids=torch.zeros(1, 8, dtype=torch.long, device="meta"), use_cache=False)
-    except ValueError:
-        return {}
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack:
+        for name in calls:
+            layer = model.get_submodule(name.rpartition(".")[0])
+            stack.enter_context(layer.register_forward_hook(partial(count_call, name), with_kwargs=True))
+        # One forward pass of 8 tokens on the meta device, where nothing is computed.
+        try:
+            with without_numbers(model.config), torch.no_grad(), PeakMemoryCounter():
+                model(input_ids=torch.zeros(1, 8, dtype=torch.long, device="meta"), use_cache=False)
+        except ValueError:
+            return {}
     return calls
 
 

@@ -12,7 +12,7 @@ Shape suffixes: B sequences, S positions, T tokens (B * S), H hidden.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -73,14 +73,11 @@ def check_same_states(student: Any, teacher: Any, folder: Path, teacher_folder: 
 def capture_states(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     """Collect the hidden state (B, S, H) that each layer returns while the block runs."""
     states: list[Tensor] = []
-    handles = [
-        layer.register_forward_hook(lambda _layer, _inputs, output: states.append(_state(output))) for layer in layers
-    ]
-    try:
+    with ExitStack() as stack:
+        for layer in layers:
+            hook = layer.register_forward_hook(lambda _layer, _inputs, output: states.append(_state(output)))
+            stack.enter_context(hook)
         yield states
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class HiddenLoss:

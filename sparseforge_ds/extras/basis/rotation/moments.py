@@ -10,9 +10,10 @@ a side of a weight, P copies of a dimension along an axis, B its blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -85,8 +86,8 @@ def measure_moments(
     trained = [p for p in model.parameters() if p.requires_grad]
     model.eval().requires_grad_(False)
     with ExitStack() as stack:
-        norms = {name: model.get_submodule(name) for name in stream.gains}
-        stack.enter_context(_norm_outputs(norms, sums.on_norm))
+        for name in stream.gains:
+            stack.enter_context(model.get_submodule(name).register_forward_hook(partial(sums.on_norm, name)))
         stack.enter_context(token_gradients(sums.modules, sums.on_layer))
         if sums.fused:
             stack.enter_context(expert_tokens(sums.fused, sums.on_experts))
@@ -151,9 +152,10 @@ class _Sums:
         P, B, heads = axis.positions.shape
         return Side(dimension, axis, square_EC, heads_PBCC=torch.zeros(P, B, heads, heads, device=device))
 
-    def on_norm(self, name: str, output_TC: Tensor) -> None:
+    def on_norm(self, name: str, _module: nn.Module, _args: object, output: Tensor) -> None:
         """Add a norm's outputs, divided by the gains that will move into the layers."""
         if name in self._norm_moments:
+            output_TC = output.detach().reshape(-1, output.shape[-1])
             gain_C = self._gains[name]
             plain_TC = torch.where(gain_C == 0, 0.0, output_TC.float() / gain_C)
             self._norm_moments[name].addmm_(plain_TC.T, plain_TC)
@@ -229,19 +231,3 @@ def block_name(weight: str) -> str:
     parts = weight.split(".")
     number = next(index for index, part in enumerate(parts) if part.isdecimal())
     return ".".join(parts[: number + 2])
-
-
-@contextmanager
-def _norm_outputs(norms: Mapping[str, nn.Module], on_norm: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Call on_norm(name, output (T, C)) in every forward of a norm while active."""
-    handles = [
-        norm.register_forward_hook(
-            lambda _module, _args, output, name=name: on_norm(name, output.detach().reshape(-1, output.shape[-1]))
-        )
-        for name, norm in norms.items()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

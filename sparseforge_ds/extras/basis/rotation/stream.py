@@ -12,8 +12,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,40 +132,24 @@ def _observe_input_norms(model: PreTrainedModel, norms: Mapping[str, nn.Module],
     outputs: dict[tuple[int, int], tuple[str, Tensor]] = {}
     input_norms: dict[str, str] = {}
 
-    def on_output(name: str, output: Tensor) -> None:
+    def on_output(name: str, _module: nn.Module, _args: object, output: Tensor) -> None:
         outputs[output.data_ptr(), output._version] = (name, output)  # the reference keeps its memory from being reused
 
-    def on_input(name: str, values: tuple[Any, ...]) -> None:
+    def on_input(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values = (*args, *kwargs.values())
         hidden = next((v for v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
         if hidden is not None and (hidden.data_ptr(), hidden._version) in outputs:
             input_norms[name] = outputs[hidden.data_ptr(), hidden._version][0]
 
-    with _hooks(model, norms, on_output, on_input):
+    with ExitStack() as stack:
+        for name, norm in norms.items():
+            stack.enter_context(norm.register_forward_hook(partial(on_output, name)))
+        for name, module in model.named_modules():
+            stack.enter_context(module.register_forward_pre_hook(partial(on_input, name), with_kwargs=True))
+        stack.callback(model.train, model.training)
+        model.eval()
         model(input_ids=tokens_BS.to(model.device), use_cache=False)
     return input_norms
-
-
-@contextmanager
-def _hooks(model: nn.Module, norms: Mapping[str, nn.Module], on_output: Any, on_input: Any) -> Iterator[None]:
-    """Call on_output(norm, output) and on_input(module, arguments) in evaluation mode while active."""
-    handles = [
-        norm.register_forward_hook(lambda _module, _args, output, name=name: on_output(name, output))
-        for name, norm in norms.items()
-    ]
-    handles += [
-        module.register_forward_pre_hook(
-            lambda _module, args, kwargs, name=name: on_input(name, (*args, *kwargs.values())), with_kwargs=True
-        )
-        for name, module in model.named_modules()
-    ]
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
-        for handle in handles:
-            handle.remove()
 
 
 def _norm_of(weight: str, input_norms: Mapping[str, str], model: PreTrainedModel) -> str:
