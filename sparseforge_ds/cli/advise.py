@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.extras.planner.machine import GPUS
         from sparseforge_ds.model.architecture import with_layers
         from sparseforge_ds.model.model_config import read_model_config
+        from sparseforge_ds.model.registration import positions_of
 
     # Check the flags.
     known = [name for name in GPUS if name not in _NO_SPARSE_CORES]
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     config = read_model_config(args.model, "MODEL")
     if args.layers is not None:
         config = with_layers(config, args.layers)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = positions_of(config)
     if positions is not None and args.context is not None and args.context > positions:
         raise ValueError(f"--context {args.context}: the model has {positions} positions; use at most {positions}")
     context = args.context or min(4096, positions or 4096)

@@ -186,10 +186,9 @@ def _new_tokens(args: argparse.Namespace, length: int) -> int:
     Raises:
         ValueError: the model has too few positions.
     """
-    from sparseforge_ds.model.registration import load_config
+    from sparseforge_ds.model.registration import load_config, positions_of
 
-    config = load_config(args.model, args.model).get_text_config()
-    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    positions = positions_of(load_config(args.model, args.model)) or math.inf
     if length >= positions:
         raise ValueError(f"PROMPT: takes {length} tokens, and {args.model} has {positions} positions; shorten it")
     if args.max_new_tokens is None:

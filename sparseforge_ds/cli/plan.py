@@ -82,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.config.arguments import RunArguments
         from sparseforge_ds.extras.planner.dry_run import find_config_only, plan_run
         from sparseforge_ds.extras.planner.machine import GIB, GPUS, Machine
+        from sparseforge_ds.model.registration import positions_of
         from sparseforge_ds.train.banner import layout_rows, spec_rows
         from sparseforge_ds.train.spec import Hardware, make_spec
 
@@ -109,8 +110,8 @@ def run(args: argparse.Namespace) -> int:
     # Plan every configuration as the launcher's flags would run it.
     run_flags = {field.name for field in dataclasses.fields(RunArguments)} - {"deepspeed"}
     values = {name: value for name, value in vars(args).items() if name in run_flags and value is not None}
-    text_config = find_config_only(args.model, "--model").config.get_text_config()
-    values.setdefault("seq_length", min(4096, getattr(text_config, "max_position_embeddings", None) or 4096))
+    config = find_config_only(args.model, "--model").config
+    values.setdefault("seq_length", min(4096, positions_of(config) or 4096))
     values["output_dir"] = "/sparseforge_plan"  # nothing is written or read there; it lies in no model's folder
     plans = {}
     for path in args.deepspeed:

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.data.documents import tokenizable
 from sparseforge_ds.evaluate.finished_model import check_embeddings_for
+from sparseforge_ds.model.registration import positions_of
 from sparseforge_ds.model.sound_weights import why_not_finite
 from sparseforge_ds.model.tokenizer import run_tokenizer
 from sparseforge_ds.ranks import Ranks
@@ -380,5 +381,5 @@ def score_tokens(logits_TV: Tensor, target_T: Tensor, dense_TV: Tensor | None = 
 
 
 def max_positions(config: Any) -> int:
-    """Return the number of tokens that a model can read at once, by its config."""
-    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST_DEFAULT)
+    """Return the number of tokens that a model can read at once, or `LONGEST_DEFAULT` if its config does not say it."""
+    return positions_of(config) or LONGEST_DEFAULT

@@ -15,7 +15,7 @@ from sparseforge_ds.export.model_folder import read_rounded
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.model.loading_error import reason
-from sparseforge_ds.model.registration import build_model, load_config
+from sparseforge_ds.model.registration import build_model, load_config, positions_of
 from sparseforge_ds.model.saved_names import Placement
 from sparseforge_ds.packed_format.packed_values import Grid
 
@@ -70,7 +70,7 @@ def filled_model(source: Source, grid: Grid | None = None) -> Any:
 
 def sample_tokens(model: Any, count: int) -> Tensor:
     """Return fixed tokens from all over the vocabulary, (1, count), or fewer if the model has fewer positions."""
-    count = min(count, getattr(model.config, "max_position_embeddings", count))
+    count = min(count, positions_of(model.config) or count)
     return (torch.arange(count)[None] * 7919 + 3) % model.get_input_embeddings().weight.shape[0]
 
 

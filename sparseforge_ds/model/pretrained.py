@@ -27,7 +27,7 @@ from sparseforge_ds.config.arguments import EMBEDDED_MODEL
 from sparseforge_ds.model.hub_access import find_path, not_on_hub, why_unreachable
 from sparseforge_ds.model.loading_error import check_loading_report, reason
 from sparseforge_ds.model.model_config import require_causal
-from sparseforge_ds.model.registration import load_config
+from sparseforge_ds.model.registration import load_config, positions_of
 from sparseforge_ds.model.saved_names import Placement
 from sparseforge_ds.model.sequence_parallel import check_divided
 from sparseforge_ds.model.sound_weights import require_finite_weights, require_float_weights
@@ -146,7 +146,7 @@ def check_length(model: Pretrained, flag: str, seq_length: int, parts: int, atte
     Raises:
         ValueError: the model cannot; the message has the cause and the cure.
     """
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = positions_of(model.config)
     if positions is not None and seq_length > positions:
         raise ValueError(
             f"--seq_length {seq_length}: {flag} {model.name} has {positions} positions; use at most {positions}"

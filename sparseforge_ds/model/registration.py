@@ -64,6 +64,12 @@ def load_config(name: str | Path, who: str) -> Any:
     return _text_config(config)
 
 
+def positions_of(config: Any) -> int | None:
+    """Return the number of tokens that a model can read at once, or None if its config does not say it."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if positions is None else int(positions)
+
+
 def model_class(config: Any) -> Any:
     """Return the class of transformers that loads the model of a config.
 
