@@ -155,18 +155,11 @@ def _grid(folder: Path, config: dict[str, Any]) -> Grid | None:
 def open_dense_files(
     folder: Path, config: dict[str, Any], *, permuted: bool = True
 ) -> tuple[TensorFolder, dict[str, TensorSpec], list[str]]:
-    """Open the files of a dense model.
-
-    Args:
-        folder: of the model.
-        config: content of its config.json, from `read_config_json`.
-        permuted: False to refuse one that `sparseforge permute` wrote.
-
-    Returns:
-        All tensors, and what `divide` makes of their specs.
+    """Open the tensors of a dense model, and divide their specs as `divide` does by its config.json.
 
     Raises:
-        ValueError: the model is sparse already, has an adapter, or stores a weight as no float.
+        ValueError: the model is sparse or, unless that is allowed, permuted already; it has an adapter, or a weight
+            that is no float.
     """
     states = {"sparsity.json": "is sparse", ADAPTER_CONFIG: "has an adapter"}
     for file, state in (states if permuted else states | {PERMUTATION: "is permuted"}).items():
