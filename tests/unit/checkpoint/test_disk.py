@@ -14,6 +14,7 @@ from sparseforge_ds.checkpoint import disk
 from sparseforge_ds.checkpoint.disk import atomic_file, atomic_folder, measurements_text, write_json
 from sparseforge_ds.cli import inspect
 from sparseforge_ds.cli.main import main
+from tests.durable_order import record_durable_order
 from tests.tiny_folders import file_size_limit
 
 
@@ -21,6 +22,20 @@ def written(path: Path, content: str) -> Path:
     path.mkdir(exist_ok=True)
     (path / "file").write_text(content)
     return path
+
+
+def test_contents_are_on_the_disk_before_they_have_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "final", "old")
+    order = record_durable_order(monkeypatch)
+    with atomic_file(tmp_path / "alone") as file:
+        file.write(b"content")
+        temporary = Path(file.name).name
+    assert order == [f"{temporary}: b'content'", "-> alone", f"{tmp_path.name}/: alone final"]
+    order.clear()
+    with atomic_folder(tmp_path / "final", replace=True) as folder:
+        (folder / "file").write_text("new")
+    in_folder = ["file: b'new'", "final.tmp/: file"]
+    assert order == [*in_folder, "-> final.old", "-> final", f"{tmp_path.name}/: alone final"]
 
 
 def test_the_old_folder_stays_until_the_new_one_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

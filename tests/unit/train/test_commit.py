@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from sparseforge_ds.checkpoint.folder import find_checkpoint, list_checkpoints
+from sparseforge_ds.checkpoint.folder import MANIFEST, find_checkpoint, list_checkpoints
 from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.train.checkpoints import Checkpoints
 from tests.distributed import PATIENCE
+from tests.durable_order import record_durable_order
 from tests.unit.train.test_checkpoints import TwoRanks, write_checkpoint
 
 ACTIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink"}
@@ -144,3 +145,21 @@ def test_a_kill_before_any_action_of_a_commit_leaves_an_intact_checkpoint(tmp_pa
     print(
         f"{before.__name__}: died before each of {len(results) - 1} actions, and {twice} times in the recovery as well"
     )
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    unfinished = folder / "step_000300.tmp"
+    unfinished.mkdir(parents=True)
+    torch.save({"step": 300}, unfinished / MODEL_FILE)
+    order = record_durable_order(monkeypatch)
+    commit_step_300(folder)
+    commit = order.index("-> step_000300")
+    names = sorted(path.name for path in (folder / "step_000300").iterdir())
+    assert {entry.partition(":")[0] for entry in order[:commit]} >= {*names} - {MANIFEST}  # atomic by itself
+    assert order[commit - 1 : commit + 3] == [
+        f"step_000300.tmp/: {' '.join(names)}",
+        "-> step_000300",
+        "checkpoints/: step_000300",
+        f"{tmp_path.name}/: checkpoints",
+    ]
