@@ -100,7 +100,7 @@ class Schedule(MaskSchedule):
             mid_penalty=self.mid_penalty * progress(step, self.mid_penalty_ramp),
             penalty_rate=self.penalty_rate,
             mask_rate=0.0 if frozen else self.mask_rate,
-            x=0.0 if frozen or self.hard else x,
+            x=0.0 if self.hard else x,
         )
 
 

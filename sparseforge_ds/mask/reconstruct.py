@@ -58,13 +58,15 @@ def reconstruct(weight_OI: Tensor, gram_II: Tensor, n: int, m: int, damping: flo
 
 
 def _factor(gram_II: Tensor, damping: float) -> Tensor:
-    """Return the upper Cholesky factor U of H^-1 = U^T U in fp64: row j / U_jj spreads column j's error."""
+    """Return the upper Cholesky factor U of H^-1 = U^T U in fp64: row j / U_jj spreads column j's error.
+
+    Some input is not always 0.
+    """
     hessian_II = gram_II.to(torch.float64, copy=True)
     diagonal = hessian_II.diagonal()
     # Inputs that are always 0 get the mean of the others, so that damping is relative to these alone.
     is_dead = diagonal == 0
-    mean = diagonal.sum() / (~is_dead).sum().clamp(min=1)
-    diagonal[is_dead] = torch.where(mean > 0, mean, 1.0)
+    diagonal[is_dead] = diagonal.sum() / (~is_dead).sum()
     diagonal += damping * diagonal.mean()
     # In place, as each matrix of a wide layer takes gigabytes. H is symmetric, and LAPACK works on columns.
     columns_II = hessian_II.mT

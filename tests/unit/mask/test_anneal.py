@@ -42,12 +42,14 @@ def test_every_dial_moves_one_way_and_ends_where_it_should(schedule: Schedule) -
         assert after.beta >= before.beta
         assert after.mid_penalty >= before.mid_penalty
         assert after.x <= before.x
-    phases = [["heating", "hardening", "frozen"].index(schedule.phase(step)) for step in range(80)]
-    assert phases == sorted(phases) and phases[-1] == 2
+    for step in range(80):
+        started = "hardening" if step >= schedule.hardening_start else "heating"
+        assert schedule.phase(step) == ("frozen" if step >= schedule.freeze_step else started)
     assert (dials[-1].beta, dials[-1].x, dials[-1].mask_rate) == (1.0, 0.0, 0.0)
     assert dials[-1].mid_penalty == schedule.mid_penalty
     assert all(0.0 <= d.beta <= 1.0 and 0.0 <= d.x <= 1.0 and d.temperature >= 0.05 for d in dials)
     assert all((d.mask_rate == 0.0) == (step >= schedule.freeze_step) for step, d in enumerate(dials))
+    assert all(d.x == 0.0 for d in dials[schedule.freeze_step :])
 
 
 @given(schedules(), st.lists(st.integers(0, 79), min_size=2, max_size=10))
@@ -64,11 +66,12 @@ def test_updates_end_with_one_projection(schedule: Schedule) -> None:
     assert len(updates) == max(0, (schedule.freeze_step - 1) // schedule.update_every)
 
 
-def test_the_default_temperature_reaches_its_floor_when_hardening_ends() -> None:
-    schedule = SoftMaskConfig().schedule(400)
+@pytest.mark.parametrize("first", [1.0, 4.0])
+def test_the_default_temperature_reaches_its_floor_when_hardening_ends(first: float) -> None:
+    schedule = SoftMaskConfig(temperature=first).schedule(400)
     assert schedule.dials(schedule.freeze_step).temperature == pytest.approx(0.05)
     assert schedule.dials(schedule.freeze_step - 2 * schedule.update_every).temperature > 0.055
-    assert schedule.dials(0).temperature == 1.0
+    assert schedule.dials(0).temperature == first
 
 
 @pytest.mark.parametrize("block", [{}, {"preset": "paper_like"}, {"method": {"hardening": [0, 0]}}])

@@ -48,6 +48,12 @@ def test_inputs_that_are_always_zero_and_layers_without_tokens() -> None:
     # Damping is relative to the inputs that live, however small they are.
     small, _ = reconstruct(weight, 1e-8 * (inputs.t() @ inputs), 2, 4, 0.01)
     torch.testing.assert_close(small, updated, rtol=1e-3, atol=1e-5)
+    # Without the group of inputs that are always 0, the others are what they were.
+    inputs[:, 8:12] = 0.0
+    live = [*range(8), *range(12, 24)]
+    gram = inputs.t() @ inputs
+    alone, _ = reconstruct(weight[:, live], gram[live][:, live], 2, 4, 0.1)
+    torch.testing.assert_close(reconstruct(weight, gram, 2, 4, 0.1)[0][:, live], alone, rtol=1e-3, atol=1e-5)
     unseen, kept = reconstruct(weight, torch.zeros(24, 24), 2, 4, 0.01)
     assert torch.equal(unseen, torch.where(kept, weight, 0.0))
     assert (weight.abs()[kept].view(10, -1, 2).amin(2) >= (weight.abs() * ~kept).view(10, -1, 4).amax(2)).all()
