@@ -292,6 +292,8 @@ def misfits(folder: str) -> dict[str, str]:
     results["frozen"] = refusal(plain, "2 on 3", freeze_norms)
     results["buffer"] = refusal(plain, "2 on 3", grow_the_buffer)
     results["optimizer"] = refusal(replace(plain, more=sgd), "2 on 3")
+    amsgrad = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "amsgrad": True}}}
+    results["amsgrad"] = refusal(replace(plain, more=amsgrad), "2 on 3")
     results["scheduler"] = refusal(
         replace(plain, more={"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}), "2 on 3"
     )
@@ -324,6 +326,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(runs: Any
         "frozen": "model.norm.weight was trained in the saved run and is frozen here",
         "buffer": "counted is (3,) in this model, (2,) in the checkpoint",
         "optimizer": "another kind of optimizer",
+        "amsgrad": "was saved with amsgrad = False, unlike this run",
         "scheduler": "without an lr scheduler in the engine, this engine has WarmupLR",
     }.items():
         assert messages[key].startswith(where) and text in messages[key], messages[key]

@@ -39,6 +39,22 @@ def naive_nll(model: torch.nn.Module, ids: list[int], first_scored: int = 1) -> 
     return total, len(ids) - first_scored
 
 
+@pytest.mark.parametrize(("protocol", "length"), [("windows", LONGEST_DEFAULT), ("documents", 5000)])
+def test_the_default_length_fits_the_model_and_the_dense_one(protocol: perplexity.Protocol, length: int) -> None:
+    long, short = (LlamaConfig(max_position_embeddings=positions) for positions in (5000, 40))
+    tokenizer = byte_tokenizer()
+    text = ["a" * 6000]
+    for configs, expected in (([long], length), ([long, short], 40), ([short, long], 40)):
+        cut = perplexity.cut_text(tokenizer, text, Scoring(protocol), configs)
+        assert cut.seq_length == len(cut.passages[0].tokens) == expected
+
+
+def test_a_table_has_empty_cells_without_a_dense_model() -> None:
+    score = {"text": "a", "perplexity": 2.0, "dense_perplexity": None, "kl": None, "tokens": 7}
+    lines = perplexity.table([score, {**score, "dense_perplexity": 1.5, "kl": 0.25}]).splitlines()
+    assert lines[2:] == ["| a | 2.0000 |  |  | 7 |", "| a | 2.0000 | 1.5000 | 0.25000 | 7 |"]
+
+
 def test_documents_agree_with_a_naive_loop(stories: str) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(stories), AutoTokenizer.from_pretrained(stories)
     score = measure(load_model(stories), load_tokenizer(stories), DOCUMENTS, Scoring("documents", batch_size=2))

@@ -34,6 +34,7 @@ def test_token_fisher_is_the_sum_of_squared_outer_products() -> None:
     expected = sum(torch.outer(g, x).square() for g, x in zip(grad, inputs, strict=True))
     torch.testing.assert_close(token_fisher(grad, inputs), expected)
     assert torch.equal(grad, kept[0]) and torch.equal(inputs, kept[1])
+    assert torch.equal(token_fisher(8 * grad, inputs, loss_scale=8.0), token_fisher(grad, inputs))
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.9])

@@ -51,5 +51,7 @@ def test_scales_have_groups_of_kept_values() -> None:
     assert scale_group(NM(2, 4), None, 172) == NM(172, 172)
     with pytest.raises(ValueError, match="3 kept values are no whole number of groups of 2:4; use a multiple"):
         scale_group(NM(2, 4), 3, 64)
+    with pytest.raises(ValueError, match="4 kept values are no whole number of groups of block4:0.1875"):
+        scale_group(Block(4, 0.1875), 4, 84)
     with pytest.raises(ValueError, match="64 kept values lie in 128 inputs at 2:4, which do not divide its 172 inputs"):
         scale_group(NM(2, 4), 64, 172)

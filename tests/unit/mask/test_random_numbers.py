@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 
 import torch
 from hypothesis import given
@@ -76,6 +77,22 @@ def test_uniform_is_uniform() -> None:
     counts = torch.histc(values, 20, 0, 1)
     chi_square = ((counts - 2500) ** 2 / 2500).sum().item()
     assert chi_square < 19 + 5 * math.sqrt(2 * 19)
+
+
+def test_the_hash_is_splitmix64() -> None:
+    """A resumed run draws what the run before it would have drawn, also with a later version of this package."""
+
+    def splitmix64(state: int) -> int:
+        z = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        return z ^ z >> 31
+
+    key = counter_key(3, 50, 1, "a.weight")
+    assert key == zlib.crc32(b"3/50/1/a.weight") << 31 ^ zlib.adler32(b"3/50/1/a.weight")
+    words = [splitmix64((key + index * 0x9E3779B97F4A7C15) % 2**64) for index in range(64)]
+    assert [word % 2**64 for word in counter_hash(key, torch.arange(64)).tolist()] == words
+    assert uniform(key, 0, 64, CPU).tolist() == [(word >> 40) / 2**24 for word in words]
+    assert rademacher(key, 0, 64, CPU).tolist() == [1.0 if word & 1 else -1.0 for word in words]
 
 
 def test_the_hash_reaches_every_bit() -> None:

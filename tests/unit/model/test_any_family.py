@@ -8,6 +8,7 @@ import pytest
 import transformers
 from transformers import HunYuanMoEV1Config, PreTrainedConfig, Qwen3_5TextConfig
 
+from sparseforge_ds import prepare
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.any_family import any_family, pasteable
 from sparseforge_ds.model.architecture import bare_model
@@ -31,6 +32,15 @@ def test_everything_is_decided_and_can_be_pasted(family: str) -> None:
     assert any_family(bare_model(model.config), BLANK) == config
     pasted = SparseForgeConfig.from_dict(json.loads("{" + pasteable(config) + "}"))
     assert pasted == config and prunable_weights(model, pasted) == result
+
+
+def test_branches_of_a_family_without_rows_stay_dense() -> None:
+    model = unknown("llama")
+    config = any_family(model, SparseForgeConfig.from_dict({"low_rank": {"k": 4, "learned": True}}))
+    weights = prunable_weights(model, config)
+    prepare(model, config)
+    assert any(name.endswith("low_rank_b") for name, _ in model.named_parameters())
+    assert prunable_weights(model, config) == weights and not uncovered_weights(model, config).shapes
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "gpt_neox", "starcoder2", "gpt_oss", "qwen2_moe"])

@@ -153,6 +153,12 @@ def test_values_that_are_not_finite_are_refused(grid: str, odd: float) -> None:
         round_values(values, -1, Grid(grid))
 
 
+@pytest.mark.parametrize("size", [0, -16, 24, 128])
+def test_groups_that_divide_no_row_are_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"groups of {size} values do not divide the 64 kept inputs of a row, or are"):
+        round_values(torch.ones(3, 64), -1, Grid("int4", size))
+
+
 @pytest.mark.parametrize("grid", GRIDS)
 def test_damaged_values_and_scales_are_refused(grid: str) -> None:
     values, positions = pack24(sparse_weight((3, 12), -1, torch.float32), -1)

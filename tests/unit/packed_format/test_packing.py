@@ -59,6 +59,12 @@ def test_three_of_four_are_refused() -> None:
         pack24(torch.tensor([[1.0, 1, 0, 1, 0, 0, 0, 0]]), -1)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.complex64])
+def test_weights_of_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"values of a packed weight are float64, .* these are {dtype}"):
+        pack24(torch.zeros(2, 8, dtype=dtype), -1)
+
+
 def test_damaged_positions_are_refused() -> None:
     values, positions = pack24(sparse_weight((3, 12), -1, torch.float16), -1)
     spoiled = positions.clone()
