@@ -168,6 +168,10 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"curvature": {"damping": -1e-3}}, ["sparseforge.curvature.damping", ">= 0"]),
     ({"curvature": {"radius": 0}}, ["sparseforge.curvature.radius", "null or a value > 0"]),
     ({"curvature": {"per_token": False}}, ["sparseforge.curvature.per_token", "false", "leave it out", "hutchinson"]),
+    (
+        {"curvature": {"source": "training"}, "importance": "hutchinson"},
+        ['sparseforge.curvature.source = "training"', "only sparseforge with a soft mask", '"probe"'],
+    ),
     ({"curvature": {"per_token": 1}}, ["sparseforge.curvature.per_token", "true or false"]),
     ({"low_rank": {"k": 1}}, ["sparseforge.low_rank.k", "1", ">= 2"]),
     ({"low_rank": {"start": 2}}, ["sparseforge.low_rank.start", "0 <= start <= 1"]),
@@ -176,6 +180,8 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"low_rank": True}, ["sparseforge.low_rank", "True", "object", "or null"]),
     ({"distillation": {"weight": 0, "task_weight": 0}}, ["sparseforge.distillation.weight", "> 0"]),
     ({"distillation": {"hidden": {"until": 1.5}}}, ["sparseforge.distillation.hidden.until", "0 < until <= 1"]),
+    ({"distillation": {"hidden": {"weight": 0}}}, ["sparseforge.distillation.hidden.weight = 0", "> 0"]),
+    ({"distillation": {"hidden": {"every": 0}}}, ["sparseforge.distillation.hidden.every = 0", "integer >= 1"]),
     ({"distillation": {"temperature": 0}}, ["sparseforge.distillation.temperature", "from 1e-06 to 1e+06"]),
     ({"distillation": {"hold": "gpu"}}, ["sparseforge.distillation.hold", "'gpu'", "zero3, replicated"]),
     ({"monitor": {"gap_every": -1}}, ["sparseforge.monitor.gap_every", ">= 0"]),
@@ -342,10 +348,12 @@ def test_a_shift_needs_runs_of_whole_groups() -> None:
     block = {"max_steps": 100, "low_rank": {"k": 6}}
     with pytest.raises(ValueError, match=r"low_rank.k = 6 .*whole groups.*2:4.*\"shift\": false"):
         SparseForgeConfig.from_dict(block)
-    with pytest.raises(ValueError, match="whole groups of the pattern, here block16"):
-        SparseForgeConfig.from_dict({**block, "low_rank": {"k": 16}, "pattern": "block16"})
+    for k in (16, 256):  # a tile has 256 weights, of 16 outputs
+        with pytest.raises(ValueError, match="whole groups of the pattern, here block16"):
+            SparseForgeConfig.from_dict({**block, "low_rank": {"k": k}, "pattern": "block16"})
     SparseForgeConfig.from_dict({**block, "low_rank": {"k": 6, "shift": False}})
     SparseForgeConfig.from_dict({**block, "low_rank": {"k": 6}, "pattern": "1:2"})
+    SparseForgeConfig.from_dict({**block, "low_rank": {"k": 2}, "pattern": "1:2"})
     SparseForgeConfig.from_dict({**block, "low_rank": {"k": 6, "learned": True}, "pattern": "block16"})
 
 
@@ -414,6 +422,8 @@ def test_a_start_divides_its_tokens_into_512_steps_where_they_suffice() -> None:
     assert BlockStartConfig(epochs=0).sequences_of_step(524_288, 256) == 4
     assert BlockStartConfig(batch=3).sequences_of_step(131_072, 256) == 3
     assert BlockStartConfig(batch=10**15).sequences_of_step(1_000, 256) == 4, "no more than are read"
+    assert BlockStartConfig(batch=2).sequences_of_step(256, 256) == 1, "no more than are read"
+    assert BlockStartConfig(epochs=0, soft=0.0).soft_steps(100) == 0, "a share of 0 says the same"
     # (ranks, largest micro-batch): (sequences of a micro-batch, micro-batches).
     expected = {(1, 8): (4, 1), (2, 8): (2, 1), (3, 8): (2, 1), (1, 3): (2, 2), (2, 1): (1, 2), (64, 8): (1, 1)}
     assert {case: default.micro_batches(131_072, 256, *case) for case in expected} == expected
