@@ -12,6 +12,7 @@ from sparseforge_ds.checkpoint.folder import (
     check_outside_checkpoints,
     find_checkpoint,
     find_run,
+    list_files,
     newest_trainer_checkpoint,
     read_json_object,
 )
@@ -91,6 +92,33 @@ def test_a_universal_checkpoint_is_called_one(tmp_path: Path) -> None:
     (tmp_path / "mp_rank_00_model_states.pt").write_bytes(b"")
     with pytest.raises(ValueError, match="is a universal checkpoint of DeepSpeed; give the one that it was made from"):
         Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"], "a shard of tensor or pipeline parallelism"),
+        (["mp_rank_00_model_states.pt", "layer_0_expert_0_mp_rank_00_model_states.pt"], "expert parallelism is not"),
+        (
+            ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"],
+            "rank 0 has two files, the other",
+        ),
+        ([f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (0, 2)], "the model file of rank 1 is missing"),
+        (["zero_pp_rank_0_mp_rank_00_optim_states.pt"], r"no \*_model_states.pt in it"),
+    ],
+)
+def test_files_of_other_kinds_of_parallelism_are_refused(tmp_path: Path, names: list[str], message: str) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=message):
+        list_files(tmp_path)
+
+
+def test_files_of_ranks_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(11)]
+    for name in names:
+        (tmp_path / name).touch()
+    assert [file.name for file in list_files(tmp_path).model] == names
 
 
 def test_links_to_the_folders_of_a_run_are_followed(tmp_path: Path) -> None:

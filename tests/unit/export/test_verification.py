@@ -21,6 +21,7 @@ from sparseforge_ds.export.counting import WeightReport, chunk_size
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.mask.pattern import NM, Block, top_n
+from sparseforge_ds.model.stored_config import config_sha256
 from tests.sparse_folders import write_dense
 from tests.tiny_models import tiny_gpt2, tiny_llama
 
@@ -78,6 +79,13 @@ def edit(folder: Path, change: Callable[[dict[str, Tensor]], Any], keep_hashes: 
                 if name in tensors:
                     entry["sha256"] = hash_tensor(tensors[name])
         path.write_text(json.dumps(sparsity))
+
+
+def update(path: Path, change: dict[str, Any]) -> dict[str, Any]:
+    """Change keys of a JSON file, and return what it holds then."""
+    content = {**json.loads(path.read_text()), **change}
+    path.write_text(json.dumps(content))
+    return content
 
 
 def test_a_good_folder_verifies(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,6 +215,29 @@ def test_quantization_config_is_refused(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     assert main(["verify", str(folder)]) == 1
     assert "quantization_config" in check_folder(folder).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "note"),
+    [
+        (
+            "config.json",
+            {"rms_norm_eps": 0.5},
+            "config.json is not the exported one: the weights may be those of anoth",
+        ),
+        ("config.json", {"dtype": "bfloat16"}, "config.json gives another dtype than the weights have"),
+        ("sparsity.json", {"values": "int8"}, "config.json says values and group_size (None, None), and sparsity.json"),
+    ],
+)
+def test_a_config_that_sparsity_json_was_not_written_with_does_not_verify(
+    folder: Path, file: str, change: dict[str, Any], note: str
+) -> None:
+    update(folder / "sparsity.json", {"config_sha256": config_sha256(update(folder / "config.json", {}))})
+    update(folder / "sparsity.json", {"dtype": "float32"})
+    assert check_folder(folder).ok
+    update(folder / file, change)
+    report = check_folder(folder)
+    assert not report.ok and [text.startswith(note) for text in report.notes] == [True]
 
 
 @pytest.mark.parametrize("foreign", [True, False])
