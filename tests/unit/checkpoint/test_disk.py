@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,6 +27,7 @@ def written(path: Path, content: str) -> Path:
 
 def test_contents_are_on_the_disk_before_they_have_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path / "final", "old")
+    handles = len(os.listdir("/proc/self/fd"))
     order = record_durable_order(monkeypatch)
     with atomic_file(tmp_path / "alone") as file:
         file.write(b"content")
@@ -36,6 +38,7 @@ def test_contents_are_on_the_disk_before_they_have_their_name(tmp_path: Path, mo
         (folder / "file").write_text("new")
     in_folder = ["file: b'new'", "final.tmp/: file"]
     assert order == [*in_folder, "-> final.old", "-> final", f"{tmp_path.name}/: alone final"]
+    assert len(os.listdir("/proc/self/fd")) == handles
 
 
 def test_the_old_folder_stays_until_the_new_one_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,7 @@ def test_links_to_the_folders_of_a_run_are_followed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"lies in the folder model of the run {run}"):
         check_outside_checkpoints(tmp_path / "deep" / ".." / "out")
     check_outside_checkpoints(run / "checkpoints" / ".." / "export")
+    check_outside_checkpoints(tmp_path / "data" / "model" / "out")  # folders of no run
     assert find_run(step) == run == find_run(tmp_path / "newest") and find_run(elsewhere) is None
     assert find_run(run / "gone" / ".." / "checkpoints") == run
 

@@ -128,6 +128,7 @@ def test_the_summary_says_what_a_run_will_read():
 def test_too_little_text_is_refused():
     with pytest.raises(ValueError, match="1,000 tokens, 2 windows of --seq_length 400: too little for one batch of 3"):
         batches(micro=3, seq_length=400)
+    assert batches(micro=2, seq_length=400).summary(1) == "text: 1,000 tokens; the run reads 800 (0.80 epochs)"
 
 
 def test_the_order_is_the_one_that_results_were_measured_with():

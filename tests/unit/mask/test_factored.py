@@ -69,14 +69,15 @@ def test_a_matrix_vanishes_by_its_rows_or_its_columns_alone() -> None:
     """Outweigh a row by the others in every column: all column sums are negative, a row sum is not."""
     by_columns = torch.full((R, C), -1.0)
     by_columns[0] = 2.0
-    with_zeros = -matrix().abs()
-    with_zeros[0] = 0.0
-    with_zeros[:, 0] = 0.0
-    for lost in (by_columns, by_columns.t().contiguous(), -matrix().abs(), with_zeros):
+    balanced = torch.zeros(R, C)  # all row sums are 0
+    balanced[:, 0] = 1.0
+    balanced[:, 1] = -1.0
+    by_rows = (by_columns.t().contiguous(), balanced)
+    for lost in (by_columns, *by_rows, balanced.t().contiguous(), -matrix().abs()):
         row, column = sums_of(lost)
         assert vanishes(row, column)
         assert not rank_one(*factors(row, column), 0, lost.numel()).any()
-    one_infinite = with_zeros.clone()
+    one_infinite = -matrix().abs()
     one_infinite[1, 1] = -torch.inf
     not_finite = (one_infinite, torch.full((R, C), torch.nan), torch.full((R, C), -torch.inf))
     for kept in (matrix(), torch.zeros(R, C), *not_finite):

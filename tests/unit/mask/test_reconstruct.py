@@ -54,6 +54,10 @@ def test_inputs_that_are_always_zero_and_layers_without_tokens() -> None:
     gram = inputs.t() @ inputs
     alone, _ = reconstruct(weight[:, live], gram[live][:, live], 2, 4, 0.1)
     torch.testing.assert_close(reconstruct(weight, gram, 2, 4, 0.1)[0][:, live], alone, rtol=1e-3, atol=1e-5)
+    # The caller's matrix is not changed, whatever its dtype.
+    precise = gram.double()
+    reconstruct(weight, precise, 2, 4, 0.1)
+    assert torch.equal(precise, gram.double())
     unseen, kept = reconstruct(weight, torch.zeros(24, 24), 2, 4, 0.01)
     assert torch.equal(unseen, torch.where(kept, weight, 0.0))
     assert (weight.abs()[kept].view(10, -1, 2).amin(2) >= (weight.abs() * ~kept).view(10, -1, 4).amax(2)).all()
