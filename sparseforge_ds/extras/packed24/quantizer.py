@@ -25,7 +25,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
-from sparseforge_ds.packed_format.packed_values import GRIDS, SCALE, SCALE_DTYPES, Grid, require_grid
+from sparseforge_ds.packed_format.packed_values import GRIDS, SCALE, SCALE_DTYPES, Grid, bits_a_weight, require_grid
 from sparseforge_ds.packed_format.packing import (
     PACKED24,
     PACKED24_FORMAT,
@@ -98,6 +98,7 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
     requires_calibration = True  # there is no packing on the fly: `sparseforge export` does that
     _leaves = ("weight",)
     _files: tuple[str, ...] = ()
+    _packed: frozenset[str] = frozenset()
 
     @property
     def parts(self) -> list[str]:
@@ -136,6 +137,24 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         new_dtype: torch.dtype | None = super().get_new_dtype(converter, param, dtype)
         return new_dtype
 
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Reject a `device_map` with parts on disk, where transformers cannot write all packed weights."""
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError(
+                f"{PACKED24}: device_map leaves {list(device_map.values()).count('disk')} parts of the model on disk, "
+                'where packed weights cannot be; give them to "cpu", or allow more memory by max_memory'
+            )
+
+    def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
+        """Return the bytes of a weight's element once it is loaded, though the layer is still dense.
+
+        transformers adds them up for `device_map="auto"`, and for the memory that it reserves on a GPU before it loads.
+        """
+        if param_name not in self._packed:
+            return param.element_size()
+        grid = self.quantization_config.grid
+        return param.element_size() / 2 + 1 / 8 if grid is None else bits_a_weight(grid) / 8
+
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Check the files' headers, and choose how experts are merged.
 
@@ -143,6 +162,7 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         """
         from sparseforge_ds.extras.packed24.file_headers import check_headers, read_headers
         from sparseforge_ds.extras.packed24.merged_experts import keep_experts
+        from sparseforge_ds.extras.packed24.unpacking import is_replaced
         from sparseforge_ds.model.loading_targets import Targets
 
         headers = read_headers(self._files)
@@ -150,6 +170,10 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         check_headers(model, headers, targets, self.quantization_config.grid)
         if self.quantization_config.semi_structured:
             return list(super().update_weight_conversions(weight_conversions, model))
+        weights = (targets.find(key.removesuffix(POSITIONS))[0] for key in headers if key.endswith(POSITIONS))
+        self._packed = frozenset(weights) & {
+            f"{name}.weight" for name, layer in model.named_modules() if is_replaced(layer)
+        }
         kept, rest = keep_experts(model, headers, targets, weight_conversions, self.quantization_config.grid)
         return [*kept, *super().update_weight_conversions(rest, model)]
 

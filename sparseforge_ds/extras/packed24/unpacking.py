@@ -53,7 +53,7 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
         is_packed = len(input_dict) > 1
         if model is not None and full_layer_name is not None and is_packed and _is_own(source_patterns):
             layer = model.get_submodule(full_layer_name.rpartition(".")[0])
-            if (type(layer) in _REPLACED or _is_falcons(layer)) and not self.semi_structured:
+            if is_replaced(layer) and not self.semi_structured:
                 return _keep_packed(model, layer, full_layer_name, input_dict)
             if isinstance(layer, Packed24Experts):
                 return _into_experts(model, full_layer_name, input_dict)
@@ -159,6 +159,11 @@ def _dtype_of(model: Any, name: str | None) -> torch.dtype:
     """Return the dtype of a model's parameter, or float32 if there is none of that name."""
     parameter = dict(model.named_parameters()).get(name) if model is not None else None
     return torch.float32 if parameter is None else parameter.dtype
+
+
+def is_replaced(layer: nn.Module) -> bool:
+    """Return True for a layer in whose place a packed one is put."""
+    return type(layer) in _REPLACED or _is_falcons(layer)
 
 
 def _is_falcons(layer: nn.Module) -> bool:

@@ -226,6 +226,19 @@ def test_damaged_rounded_folders_do_not_load(folders: FOLDERS, name: str, tmp_pa
         refuses({}, message)
 
 
+@pytest.mark.parametrize("name", ["llama-odd", "gpt2", "falcon", "gpt2 int4 16"])
+def test_packed_bytes_decide_how_much_of_a_model_fits(folders: FOLDERS, name: str) -> None:
+    """The model fits into little more memory than it takes, in which its dense weights would not."""
+    packed = load(folders[name][1])
+    resident = sum(tensor.nbytes for tensor in (*packed.parameters(), *packed.buffers()))
+    fits = load(folders[name][1], device_map="auto", max_memory={"cpu": int(1.05 * resident)})
+    assert {tensor.device.type for tensor in fits.parameters()} == {"cpu"}
+    with pytest.raises(ValueError, match='on disk, where packed weights cannot be; give them to "cpu", or allow more'):
+        load(folders[name][1], device_map="auto", max_memory={"cpu": int(0.5 * resident)})
+    with pytest.raises(ValueError, match="device_map leaves 1 parts of the model on disk"):
+        load(folders[name][1], device_map={"": "disk"})
+
+
 def test_a_packed_model_compiles_to_one_graph(folders: FOLDERS) -> None:
     packed = load(folders["llama-odd"][1], dtype=torch.bfloat16, device_map="cpu")
     compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
