@@ -70,6 +70,10 @@ class Packed24Experts(nn.Module):
         """Move as any module does, and keep rounded values and their scales when others are cast."""
         return super()._apply(keep_bits(self, fn), recurse)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle and deepcopy restore the module from, since its class is made at run time."""
+        return _empty, type(self).__bases__, self.__dict__
+
 
 class Packed24Llama4Experts(Packed24Experts):
     """Packed experts of Llama 4, each of which computes all tokens; those of other experts are zero."""
@@ -96,6 +100,17 @@ def packed_kind(experts: nn.Module) -> type[Packed24Experts] | None:
     return Packed24Llama4Experts if type(experts).__name__ == "Llama4TextExperts" else None
 
 
+def _packed_class(kind: type[Packed24Experts], dense_class: type[nn.Module]) -> type[nn.Module]:
+    """Make the packed form of a class of experts."""
+    return type(f"Packed24{dense_class.__name__}", (kind, dense_class), {})
+
+
+def _empty(kind: type[Packed24Experts], dense_class: type[nn.Module]) -> nn.Module:
+    """Return a module of a packed class, which has no attributes yet."""
+    packed_class = _packed_class(kind, dense_class)
+    return packed_class.__new__(packed_class)
+
+
 def pack_experts(experts: Any, kind: type[Packed24Experts], names: list[str], grid: Grid | None = None) -> None:
     """Turn an experts module of transformers into one for packed weights, in place; the loader fills them.
 
@@ -105,7 +120,7 @@ def pack_experts(experts: Any, kind: type[Packed24Experts], names: list[str], gr
         names: its weights, each of which becomes empty tensors for values and positions.
         grid: of rounded values, which also get a tensor for scales; None: values in the module's dtype.
     """
-    experts.__class__ = type(f"Packed24{type(experts).__name__}", (kind, type(experts)), {})
+    experts.__class__ = _packed_class(kind, type(experts))
     for name in names:
         dense = getattr(experts, name)
         axis = -2 if experts.is_transposed else -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,10 @@ def test_packed_experts_of_a_family_compute_as_dense_ones(
     torch.testing.assert_close(logits(packed), logits(dense), rtol=0, atol=1e-5)
     chosen = [model.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0) for model in (dense, packed)]
     assert torch.equal(*chosen)
+    # So do copies, also those in a file.
+    torch.save(packed, tmp_path / "packed.pt")
+    for copied in (copy.deepcopy(packed), torch.load(tmp_path / "packed.pt", weights_only=False)):
+        assert torch.equal(logits(copied), logits(packed)) and experts_of(copied).keys() == experts_of(packed).keys()
     # What is packed is refused for training.
     with pytest.raises(ValueError, match="is packed 2:4, which cannot be trained; call model.dequantize"):
         prunable_weights(packed, SparseForgeConfig())
