@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -266,9 +267,16 @@ def test_what_a_config_shows_is_said_before_a_model_is_loaded_or_made(
     dense = write_dense(tmp_path / "dense", "llama")
     packed = write_sparse(tmp_path / "packed", dense, "llama", format="packed24")
     other = write_dense(tmp_path / "other", "llama-odd")
+    half = write_dense(tmp_path / "half", "llama", "bfloat16")
+    quantized = shutil.copytree(dense, tmp_path / "quantized")
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (quantized / "config.json").write_text(json.dumps(config))
     for arguments, message in (
         ([str(dense)], f"{dense}: none of its weights is packed, so there is nothing to compare; pack them"),
         ([str(packed), "--against", str(other)], f"{other}: hidden_size 20 is not the "),
+        ([str(packed), "--against", str(half)], "so the times would compare dtypes; give --dtype float32"),
+        ([str(packed), "--against", str(quantized)], f"--against {quantized}: its weights are quantized (gptq); give"),
         (
             ["--shapes", "llama-2-7b", "--layers", "1", "--values", "int4:48"],
             "--values int4:48: model.layers.0.self_attn.q_proj: groups of 48 values do not divide the 2048 kept inputs",
@@ -284,6 +292,8 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.Captu
     packed = write_sparse(tmp_path / "packed", dense, "llama", format="packed24")
     other = write_dense(tmp_path / "other", "llama-odd")
     half = write_dense(tmp_path / "half", "llama", "bfloat16")
+    config = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != "dtype"}))
     positioned = tmp_path / "gptj"
     tiny(GPTJConfig, n_layer=1, n_head=4, rotary_dim=4)().save_pretrained(positioned)
     # Models, and settings that do not fit them or each other.

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.evaluate.finished_model import NO_ADAPTER, find_adapter, load_model
 from sparseforge_ds.evaluate.perplexity import max_positions
-from sparseforge_ds.extras.packed24.quantizer import Packed24Quantizer
 from sparseforge_ds.model.registration import load_config
+from sparseforge_ds.model.stored_config import is_packed_config
 from sparseforge_ds.packed_format.packed_values import SCALE, Grid, round_values
 from sparseforge_ds.packed_format.packing import POSITIONS, has_packed_weights, packed24_axis
 from sparseforge_ds.transformers_internals import CACHE
@@ -89,32 +89,44 @@ def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreT
         ValueError: a model cannot be loaded, the first is not packed, or their sizes or dtypes differ.
     """
     other = name if against is None else against
-    # Models of different sizes cannot be compared.
-    packed_config = load_config(name, name).get_text_config()
-    dense_config = load_config(other, other).get_text_config()
-    for key in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        expected = getattr(packed_config, key)
-        if getattr(dense_config, key) != expected:
-            raise ValueError(f"{other}: {key} {getattr(dense_config, key)} is not the {expected} of {name}")
+    _require_comparable(name, other, dtype)
     packed = load_model(name, dtype, find_adapter(name, NO_ADAPTER))
     if not any(map(has_packed_weights, packed.modules())):
         raise not_packed(name)
     dense = load_model(other, dtype, find_adapter(other, NO_ADAPTER))
     if (quantizer := getattr(dense, "hf_quantizer", None)) is not None:
-        if not isinstance(quantizer, Packed24Quantizer):
-            method = getattr(quantizer.quantization_config, "quant_method", type(quantizer).__name__)
-            raise ValueError(f"--against {other}: its weights are quantized ({method}); give the dense model")
         quantizer.make_dense(dense)
-    if dense.dtype != packed.dtype:
-        raise ValueError(
-            f"{other}: is stored in {dense.dtype}, and {name} in {packed.dtype}, so the times would compare dtypes; "
-            f"give --dtype {str(packed.dtype).removeprefix('torch.')}"
-        )
+    _require_one_dtype(name, packed.dtype, other, dense.dtype)  # a config.json may name none
     # Tensors in a mapped file may be unaligned, and not in memory yet. Positions of packed weights are buffers.
     for model in (packed, dense):
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.clone()
     return packed, dense
+
+
+def _require_comparable(name: str, other: str, dtype: str) -> None:
+    """Reject models of different sizes or dtypes, or a quantized one for the dense one, by what config.json says."""
+    packed_config = load_config(name, name)
+    dense_config = load_config(other, other)
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        expected = getattr(packed_config.get_text_config(), key)
+        size = getattr(dense_config.get_text_config(), key)
+        if size != expected:
+            raise ValueError(f"{other}: {key} {size} is not the {expected} of {name}")
+    quantization = vars(dense_config).get("quantization_config")
+    if quantization and not is_packed_config(vars(dense_config)):
+        method = quantization.get("quant_method", "quantization_config")
+        raise ValueError(f"--against {other}: its weights are quantized ({method}); give the dense model")
+    if dtype == "auto" and None not in (dense_config.dtype, packed_config.dtype):
+        _require_one_dtype(name, packed_config.dtype, other, dense_config.dtype)
+
+
+def _require_one_dtype(name: str, packed: torch.dtype, other: str, dense: torch.dtype) -> None:
+    if dense != packed:
+        raise ValueError(
+            f"{other}: is stored in {dense}, and {name} in {packed}, so the times would compare dtypes; "
+            f"give --dtype {str(packed).removeprefix('torch.')}"
+        )
 
 
 def not_packed(name: str) -> ValueError:
