@@ -129,6 +129,7 @@ def run(args: argparse.Namespace) -> int:
             Lengths,
             measure_graphs,
             random_pair,
+            require_compilable,
             require_groups,
             table_of_generations,
         )
@@ -168,6 +169,8 @@ def run(args: argparse.Namespace) -> int:
     for name in (args.model, args.against) if args.shapes is None else (str(SHAPES[args.shapes]),):
         if name is not None:
             workload.require_positions(max_positions(load_config(name, name)))
+            if engine == "graph" and args.shapes is None:
+                require_compilable(name)
     if args.rivals and find_spec("torchao") is None:
         raise ValueError(f"--rivals {args.rivals[0]}: torchao is not installed; pip install torchao")
     if args.model is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GPTJConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPTJConfig, LlamaForCausalLM
 
 from sparseforge_ds.cli import bench
 from sparseforge_ds.cli.main import main
@@ -285,6 +285,22 @@ def test_what_a_config_shows_is_said_before_a_model_is_loaded_or_made(
     ):
         assert main(["bench", *arguments, *SHORT]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_model_that_graphs_cannot_hold_is_refused_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = write_dense(tmp_path / "dense", "llama")
+    packed = write_sparse(tmp_path / "packed", dense, "llama", format="packed24")
+    graph_speed.require_compilable(str(packed))
+    monkeypatch.setattr(speed, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(LlamaForCausalLM, "_can_compile_fullgraph", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # or the engine itself would be refused
+    assert main(["bench", str(packed), "--against", str(dense), "--workload", "8x8"]) == 2
+    message = (
+        f"--engine graph: transformers cannot compile {packed}, a LlamaForCausalLM, as a whole; use --engine eager"
+    )
+    assert message in capsys.readouterr().err
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,8 @@ from sparseforge_ds.evaluate.perplexity import max_positions
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
 from sparseforge_ds.extras.packed24.speed import Speed, now, resident, speed_of, tokens_of
-from sparseforge_ds.model.architecture import with_layers
+from sparseforge_ds.model.architecture import bare_model, with_layers
+from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.packed_format.packed_values import Grid, require_group_size
 from sparseforge_ds.packed_format.packing import pack24
 from sparseforge_ds.transformers_internals import CACHE
@@ -148,6 +149,15 @@ def _pack(model: Any) -> None:
         model.set_submodule(name, Packed24Linear(*pack24(weight, -1), layer.bias))
 
 
+def require_compilable(name: str) -> None:
+    """Reject a model that transformers cannot compile as a whole, by its config.json."""
+    kind = type(bare_model(load_config(name, name)))
+    if not kind._can_compile_fullgraph:
+        raise ValueError(
+            f"--engine graph: transformers cannot compile {name}, a {kind.__name__}, as a whole; use --engine eager"
+        )
+
+
 @torch.inference_mode()
 def measure_graphs(models: dict[str, Any], workload: Lengths) -> tuple[list[Speed], list[Generation]]:
     """Generate with all models at each length and batch size, in turns.
@@ -157,15 +167,9 @@ def measure_graphs(models: dict[str, Any], workload: Lengths) -> tuple[list[Spee
         workload: sizes.
 
     Raises:
-        ValueError: a length is beyond the positions of a model, or a model cannot be compiled as a whole.
+        ValueError: a length is beyond the positions of a model.
     """
-    # Refuse models that cannot be compiled or are too short.
-    for name, model in models.items():
-        if not model._can_compile_fullgraph:
-            raise ValueError(
-                f"--engine graph: transformers cannot compile the {name} model, a {type(model).__name__}, as a whole; "
-                "use --engine eager"
-            )
+    for model in models.values():
         workload.require_positions(max_positions(model.config))
     # Every length and batch size, all models in turns.
     speeds: list[Speed] = []
