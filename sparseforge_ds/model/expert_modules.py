@@ -18,6 +18,11 @@ from sparseforge_ds.model.rules import fits_row, model_type_of
 
 _SYNCED = "syncs_expert_gradients"
 """Attribute of a block whose experts get their gradients together."""
+_NEVER_CALLED = ("JetMoeMoA",)
+"""Classes of modules called `experts` whose parts alone are called, by all ranks alike.
+
+As a leaf they would be gathered when they are called, and gradients of their parts would never be reduced.
+"""
 
 
 def leaf_modules(model: nn.Module) -> list[str]:
@@ -43,7 +48,11 @@ def _expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that hold all routed experts of a layer, by name."""
     model_type = model_type_of(model)
     globs = FAMILIES[model_type].experts if model_type in FAMILIES else ("experts",)
-    return {name: module for name, module in model.named_modules() if any(fits_row(name, glob) for glob in globs)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if any(fits_row(name, glob) for glob in globs) and type(module).__name__ not in _NEVER_CALLED
+    }
 
 
 class _SyncExpertGradients(torch.autograd.Function):

@@ -11,17 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel, Qwen3MoeConfig
+from transformers import JetMoeConfig, JetMoeForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.mask.curvature import token_fisher
 from sparseforge_ds.mask.kernels.fisher import expert_fisher
+from sparseforge_ds.model.expert_modules import leaf_modules
 from sparseforge_ds.transformers_internals import checkpoint_activations
 from sparseforge_ds.zero.expert_hooks import expert_tokens
 from sparseforge_ds.zero.layer_hooks import block_entries
 from tests.distributed import run_distributed
 from tests.tiny_models import BUILDERS, tiny_mixture, token_batch
-from tests.zero.case import Case, build, gathered, probe_of, train_step
+from tests.zero.case import Case, build, gathered, probe_of, short, train_step
 
 FAMILIES = ("deepseek", "mixtral", "qwen3_moe")
 STEPS = 9
@@ -333,3 +334,29 @@ def test_experts_that_cannot_be_measured_are_refused() -> None:
     )
     magnitude = Case(stage=0, config={"importance": "magnitude"})
     assert run_distributed(refused, 1, magnitude, forget_where_it_is_from) == ["accepted"]
+
+
+def train_experts_of_attention() -> dict[int, tuple[list[float], int]]:
+    """Return the losses of JetMoE and its leaves at two stages. Its attention has parts alone that are called."""
+    results = {}
+    for stage in (2, 3):
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        torch.manual_seed(0)
+        config = JetMoeConfig(vocab_size=40, **sizes, kv_channels=8, intermediate_size=64, num_local_experts=4)
+        model = JetMoeForCausalLM(config)
+        included = {"include": ["model.layers.*.self_attention.kv_proj.weight"], "allow_dense": ["*"]}
+        case = short(Case(stage=stage, config={**included, "importance": "magnitude"}))
+        engine, forge = build(case, model)
+        losses = []
+        for step in range(case.steps):
+            losses.append(train_step(engine, case, step))
+            forge.step()
+        forge.finish()
+        results[stage] = losses, len(leaf_modules(model))
+    return results
+
+
+def test_experts_whose_parts_alone_are_called_are_trained_at_every_stage() -> None:
+    """As a leaf of ZeRO-3 they would keep their gradients to themselves."""
+    results = run_distributed(train_experts_of_attention, 2)[0]
+    assert results[3][0] == pytest.approx(results[2][0], abs=1e-5) and not results[3][1]
