@@ -107,6 +107,7 @@ class SparseForge:
         self._micro_steps = engine.micro_steps
         """The engine's count of its `step` calls, as the newest call of `step` here found it."""
         carry_state(self.sharded.layout, self.state_dict, self.restore, self.require_finite)
+        self.sharded.warn_of_slow_weights()  # TRL's on-policy trainers have a default of 1e-6
         self._listen()
 
     @property

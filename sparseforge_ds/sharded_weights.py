@@ -147,23 +147,27 @@ class ShardedWeights:
         total, count = self.layout.all_reduce(sums).tolist()
         return math.sqrt(total / count)
 
-    def warn_of_slow_weights(self, size: float, learning_rate: float) -> None:
-        """Warn of a learning rate that cannot make up for what moving masks remove.
+    def warn_of_slow_weights(self) -> None:
+        """Warn of a learning rate that cannot make up for what moving masks remove. Collective, before the first step.
 
         A step of Adam moves a weight by about the learning rate.
-
-        Args:
-            size: what `rms` returned before the first step; callers that need it too reduce it once.
-            learning_rate: highest of the run.
         """
         # A mask that is kept may be finetuned gently, a block-wise start has trained already, and MaskLLM trains no
         # weight.
         masks_move = self.schedule.freeze_step > 0
         has_trained = self.config.start is not None and self.config.start.epochs > 0
-        if not masks_move or has_trained or isinstance(self.config.method, MaskLLMConfig) or self.layout.rank:
+        if not masks_move or has_trained or isinstance(self.config.method, MaskLLMConfig):
             return
+        # A scheduler keeps the highest rate: torch's in the groups, DeepSpeed's in a list of its own.
+        scheduler = getattr(self.engine, "lr_scheduler", None)
+        groups = [group for group in self.layout.inner.param_groups if group.get("use_muon", True)]
+        rates = [group.get("initial_lr", group["lr"]) for group in groups]
+        rates += getattr(scheduler, "max_lrs", getattr(scheduler, "org_lrs", []))
+        learning_rate = float(max(rates))
         distance = learning_rate * self.config.max_steps
-        if distance < _SHORTEST_PATH * size:
+        size = self.rms()
+        # A rate of 0 is that of a warm-up that the loop makes by hand.
+        if 0 < distance < _SHORTEST_PATH * size and not self.layout.rank:
             _LOG.warning(
                 "learning rate %g: in %d steps weights of size %.2g (RMS) move by at most %.2g, so the model will "
                 "hardly recover from its masks; use a higher learning rate or more steps",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from sparseforge_ds.config.combinations import (
     check_quantization_start,
     check_removes,
 )
-from sparseforge_ds.config.json_file import parse_json_file
+from sparseforge_ds.config.json_file import keys_of_autos, parse_json_file
 from sparseforge_ds.config.method_config import MethodConfig
 from sparseforge_ds.config.methods import METHODS, Method
 from sparseforge_ds.config.presets import PRESETS
@@ -40,6 +41,8 @@ from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 from sparseforge_ds.config.strict import MOST, build, key_of, merge, require
 from sparseforge_ds.mask.anneal import MaskSchedule
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -277,7 +280,7 @@ class SparseForgeConfig:
 
     @classmethod
     def from_json(cls, path: str | Path, **overrides: Any) -> SparseForgeConfig:
-        """Read the `sparseforge` block of a DeepSpeed JSON.
+        """Read the `sparseforge` block of a DeepSpeed JSON; warn of "auto", which `deepspeed.initialize` cannot read.
 
         Args:
             path: the file that is also given to `deepspeed.initialize`, or the name of a shipped one, like `zero3`.
@@ -289,6 +292,13 @@ class SparseForgeConfig:
         content = parse_json_file(configuration_file(path), str(path))
         if not isinstance(content, dict) or not isinstance(content.get("sparseforge"), dict):
             raise ValueError(f'{path}: no "sparseforge" block; add "sparseforge": {{}} for the defaults')
+        if autos := keys_of_autos({key: value for key, value in content.items() if key != "sparseforge"}):
+            _LOG.warning(
+                '%s: "auto" in %s; the launcher, Trainer and accelerate fill it in, deepspeed.initialize does not: '
+                "write numbers for a loop of your own",
+                path,
+                ", ".join(autos),
+            )
         return cls.from_dict(merge(content["sparseforge"], overrides))
 
     def allowing_dense(self, globs: Sequence[str]) -> SparseForgeConfig:

@@ -16,7 +16,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.config.batch import BATCH, SEQUENCE, batch_arithmetic, sequence_ranks
 from sparseforge_ds.config.deepspeed_keys import check_keys, without_autos
-from sparseforge_ds.config.json_file import parse_json_file
+from sparseforge_ds.config.json_file import keys_of_autos, parse_json_file
 from sparseforge_ds.config.optimizer_settings import check_optimizer, has_rates_of_muon, has_weight_decay
 from sparseforge_ds.config.refused_settings import EXPERTS_DIVIDED, refused_setting
 from sparseforge_ds.config.run_file import BLOCK, read_run_file
@@ -231,7 +231,7 @@ def resolve(
         filled["timers"] = {"throughput": {"enabled": False}}
     # 3. The block, and a check that nothing is open.
     filled["sparseforge"] = config.to_dict()
-    if unfilled := list(_autos({key: value for key, value in filled.items() if key != "sparseforge"}, "")):
+    if unfilled := keys_of_autos({key: value for key, value in filled.items() if key != "sparseforge"}):
         raise ValueError(f'"auto" is not known for {", ".join(unfilled)}; write a value')
     check_deepspeed(filled)  # again, now that the precision is known
     return filled
@@ -270,12 +270,3 @@ def _fill_optimizer(filled: dict[str, Any], arguments: RunArguments, hidden_size
         params["lr"] = arguments.learning_rate
     if arguments.weight_decay is not None:
         params["weight_decay"] = arguments.weight_decay
-
-
-def _autos(content: Any, where: str) -> list[str]:
-    """Return the dotted keys of all values that are "auto"."""
-    if isinstance(content, dict):
-        return [path for key, value in content.items() for path in _autos(value, f"{where}.{key}" if where else key)]
-    if isinstance(content, list):
-        return [path for value in content for path in _autos(value, where)]
-    return [where] if content == "auto" else []

@@ -44,6 +44,17 @@ def parse_json(text: str, name: str) -> Any:
         raise ValueError(f"{name}: not a readable JSON file (it nests too deep)") from None
 
 
+def keys_of_autos(content: Any, where: str = "") -> list[str]:
+    """Return the dotted keys of all values that are "auto", in what stands at `where`."""
+    if isinstance(content, dict):
+        return [
+            path for key, value in content.items() for path in keys_of_autos(value, f"{where}.{key}" if where else key)
+        ]
+    if isinstance(content, list):
+        return [path for value in content for path in keys_of_autos(value, where)]
+    return [where] if content == "auto" else []
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of some pairs; refuse a key that comes twice, of which the last would silently win."""
     unique: dict[str, Any] = {}

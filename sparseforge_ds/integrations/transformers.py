@@ -208,10 +208,6 @@ class SparseForgeMixin(SavingMixin):
         config = self._config
         self.forge = SparseForge(engine, config)
         _LOG.info("%s in %d weights: %s", config.pattern, self.forge.coverage.weights, self.forge.coverage)
-        # TRL's on-policy trainers have a default of 1e-6. An optimizer of the caller's own may have a higher rate.
-        groups = self.forge.sharded.layout.inner.param_groups
-        rates = [group.get("initial_lr", group["lr"]) for group in groups]
-        self.forge.sharded.warn_of_slow_weights(self.forge.sharded.rms(), max(self.args.learning_rate, *rates))
 
         # Try once how the logits of the task loss are made.
         token_BS = torch.zeros(self.args.per_device_train_batch_size, 1, dtype=torch.long, device=self.args.device)

@@ -178,7 +178,6 @@ def _start(
     forge = context.forge
     was_ready = forge.ready
     rms = forge.sharded.rms()
-    forge.sharded.warn_of_slow_weights(rms, spec.learning_rate.peak)
     probe = _block_start_batches(context)
     began = time.perf_counter()
     with monitor.paused_clock():

@@ -66,6 +66,14 @@ def refuse_unsupported(engine: DeepSpeedEngine) -> None:
             f"expert_parallel, or layers of deepspeed.moe: {EXPERTS_DIVIDED}",
         ),
         (
+            # From stage 1 on, ZeRO keeps masters in fp32.
+            not engine.zero_optimization_stage()
+            and not (engine.fp16_enabled() or engine.bfloat16_enabled())
+            and any(parameter.dtype == torch.float16 for parameter in engine.module.parameters()),
+            'weights in float16 at ZeRO stage 0, and no "bf16" section in the JSON: squares of gradients and the '
+            'epsilon of Adam would be 0 there; add "bf16": {"enabled": true}, or load the model in float32',
+        ),
+        (
             bool(getattr(engine, "pipeline_parallelism", False)),
             "pipeline parallelism is not supported; use ZeRO stages 0 to 3",
         ),

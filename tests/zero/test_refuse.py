@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch.distributed as dist
 from transformers.utils import output_capturing
 
 import sparseforge_ds as sf
+from sparseforge_ds import sharded_weights
 from tests.distributed import run_distributed
 from tests.tiny_models import BUILDERS, token_batch
-from tests.zero.case import Case, build_engine
+from tests.zero.case import Case, build, build_engine
 
 
 def attach(stage: int) -> dict[str, Any]:
@@ -82,6 +84,20 @@ def what_is_no_engine() -> dict[str, str]:
     with pytest.raises(ValueError) as refused:
         sf.SparseForge(engine, case.sparseforge)
     messages["late"] = str(refused.value)
+    # Nothing makes masters of a model that was loaded in float16.
+    halves = build_engine(Case(stage=0), BUILDERS["llama"]().half())
+    with pytest.raises(ValueError) as refused:
+        sf.SparseForge(halves, case.sparseforge)
+    messages["halves"] = str(refused.value)
+    # A rate that is too low is a warning, a low one before a warm-up is none.
+    lines: list[str] = []
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 4}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger(sharded_weights.__name__), "warning", lambda *words: lines.append(words[0]))
+        build(Case(lr=1e-7, more={"scheduler": scheduler}))
+        messages["warm-up"] = " ".join(lines)
+        build(Case(lr=1e-7))
+    messages["slow"] = " ".join(lines)
     return messages
 
 
@@ -94,6 +110,8 @@ def test_what_deepspeed_did_not_make_is_refused_by_name() -> None:
     assert "accelerate launch --use_deepspeed" in messages["accelerate"] and "DeepSpeed plugin" in messages["bare"]
     assert messages["tuple"].startswith("not a DeepSpeed engine, but a tuple of 4: pass the first thing")
     assert messages["late"].startswith("the engine is at step 1 already") and "load_state" in messages["late"]
+    assert messages["slow"].startswith("learning rate %g: in %d steps weights") and not messages["warm-up"]
+    assert "weights in float16 at ZeRO stage 0" in messages["halves"] and "float32" in messages["halves"]
 
 
 def attach_to_another_preparation(folder: str) -> list[str]:

@@ -279,6 +279,20 @@ def test_a_block_is_read_from_a_file(tmp_path: Path):
     assert (config.method.update_every, config.method.mask_rate) == (3, 0.2)
 
 
+def test_auto_is_named_where_a_loop_of_ones_own_reads_its_json(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DeepSpeed itself ends in a TypeError that names no key."""
+    path = tmp_path / "ds.json"
+    content = {"train_batch_size": 8, "optimizer": {"params": {"lr": 1e-4}}, "sparseforge": {}}
+    path.write_text(json.dumps(content))
+    SparseForgeConfig.from_json(path)
+    assert not caplog.messages
+    path.write_text(json.dumps({**content, "train_batch_size": "auto", "optimizer": {"params": {"lr": "auto"}}}))
+    SparseForgeConfig.from_json(path)
+    assert f'{path}: "auto" in train_batch_size, optimizer.params.lr; the launcher' in caplog.text
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
