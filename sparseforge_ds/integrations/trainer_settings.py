@@ -197,11 +197,16 @@ def scheduled_steps(checkpoint: str | Path | bool | None, steps: int) -> int:
         The saved run's number if its masks are frozen and `steps` makes it longer; otherwise `steps`.
 
     Raises:
-        ValueError: the checkpoint is damaged, or has no masks.
+        ValueError: the checkpoint is damaged, has no masks, or is of a later step.
     """
     if checkpoint is None or isinstance(checkpoint, bool):
         return steps
     saved = RunState.parse(Checkpoint(checkpoint).client_state.get("sparseforge"), str(checkpoint))
+    if saved.step > steps:
+        raise ValueError(
+            f"{checkpoint} is at step {saved.step} already, and the trainer makes {steps}: give a larger max_steps or "
+            "more epochs to go on, or an earlier checkpoint to go back"
+        )
     is_frozen = saved.step >= saved.config.release_step
     return min(saved.config.max_steps, steps) if is_frozen else steps
 

@@ -237,8 +237,25 @@ class SparseForgeMixin(SavingMixin):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict as the trainer does.
+
+        Raises:
+            ValueError: there is no engine yet, and transformers makes one for evaluation at ZeRO-3 alone.
+        """
+        stage = self.accelerator.state.deepspeed_plugin.zero_stage
+        if self.deepspeed is None and stage < 3:
+            raise ValueError(
+                f"evaluate() or predict() before train() at ZeRO-{stage}, where transformers has no engine for it: "
+                "eval_on_start=True evaluates before the first step; or evaluate in a Trainer without DeepSpeed"
+            )
+        return super().evaluation_loop(*args, **kwargs)
+
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the trainer's samples; remember the micro-batches of the step for probes of the curvature."""
+        # A checkpoint of the last step within an epoch: transformers would make one more, and look afterwards.
+        if self.state.global_step >= self.state.max_steps:
+            return [], None
         samples = super().get_batch_samples(*args, **kwargs)
         self._step_inputs = samples[0]
         self._trained_inputs = []

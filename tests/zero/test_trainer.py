@@ -202,6 +202,13 @@ def every_stage(folder: str) -> dict[str, Any]:
     trainer = trainer_of(root / "longer", config, 2, max_steps=STEPS + 2)
     trainer.train(resume_from_checkpoint=str(finished))
     results["longer"] = trainer.forge.step_count, losses_of(trainer)
+    # Given its last step again, in the midst of an epoch, it makes no further one; it does not go back.
+    at_end = str(root / "longer" / f"checkpoint-{STEPS + 2}")
+    trainer = trainer_of(root / "longer again", config, 2, max_steps=STEPS + 2)
+    trainer.train(resume_from_checkpoint=at_end)
+    results["longer again"] = trainer.forge.step_count, trainer.state.global_step
+    trainer = trainer_of(root / "longer again", config, 2, max_steps=STEPS + 1)
+    results["back"] = said(lambda: trainer.train(resume_from_checkpoint=at_end))
     trainer = trainer_of(root / "other", config, 2, max_steps=STEPS + 2)
     moving = str(root / "plain1" / f"checkpoint-{SAVE}")
     results["other length"] = said(lambda: trainer.train(resume_from_checkpoint=moving))
@@ -315,6 +322,8 @@ def test_a_finished_run_goes_on(trained: tuple[Path, dict[str, Any]]) -> None:
         assert torch.equal(after[name] == 0, value == 0), name
     assert any(not torch.equal(after[name], value) for name, value in before.items())
     assert inspect(folder / "longer").ok
+    assert results["longer again"] == (STEPS + 2, STEPS + 2)
+    assert f"is at step {STEPS + 2} already, and the trainer makes {STEPS + 1}: give a larger max" in results["back"]
     said_of_other = results["other length"]
     assert f"is of a run of {STEPS} steps, and this one has {STEPS + 2}: masks are scheduled in" in said_of_other
     assert f"Give {STEPS} again (max_steps of sf.SparseForge, or a Trainer's max_steps or epochs)" in said_of_other
@@ -685,6 +694,7 @@ def refusals(root: Path, trained: Any) -> Any:
     measured = trainer_of(root / "measured", deepspeed_json(3), 2, eval_dataset=rows(4))
     measured.evaluate()
     yield "evaluated", said(measured.train)
+    yield "evaluated first", said(trainer_of(root / "measured", config, 2, eval_dataset=rows(4)).evaluate)
     tied = SparseForgeTrainer(model=tiny_qwen3(vocab_size=BYTE_VOCABULARY), args=again())
     copies = {name: value.clone() for name, value in tied.model.state_dict().items()}  # as accelerate gives them
     tied._save(str(root / f"tied{torch.distributed.get_rank()}"), copies)
@@ -781,6 +791,7 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
     assert "teacher is the model that is trained" in refused["itself"]
     assert "teacher is PeftModelForCausalLM, no model of transformers; give a folder" in refused["wrapped"]
     assert "this trainer has an engine already, as evaluate() and predict() make" in refused["evaluated"]
+    assert "evaluate() or predict() before train() at ZeRO-2" in refused["evaluated first"]
     assert "give the block itself" in refused["file"]
     assert "curvature.sequences = 8: under a trainer" in refused["sequences"]
     assert "the trainer counts steps that fp16 skips" in refused["fp16"]
