@@ -58,11 +58,13 @@ def run(args: argparse.Namespace) -> int:
     require_model(args.model)
     register_packed24(args.model)
     with large_imports():
+        from sparseforge_ds.checkpoint.disk import require_writable
         from sparseforge_ds.evaluate.finished_model import find_adapter, load_model, load_tokenizer
         from sparseforge_ds.evaluate.teach import TeachSettings, check_settings, find_texts, teach, tokenize
         from sparseforge_ds.model.registration import load_config
 
-    # Check the settings, and find and tokenize all texts, before the model is loaded.
+    # Check the folder and the settings, and find and tokenize all texts, before the model is loaded.
+    require_writable(Path(args.output), f"--output {args.output}")
     settings = TeachSettings(args.seq_length, args.top_k, args.temperature, args.document_frame, args.batch_size)
     check_settings(settings, load_config(args.model, args.model))
     sources = find_texts(args.text, args.text_field, args.split, args.sample_by, args.loss_on)

@@ -127,7 +127,13 @@ def differences(before: Any, now: Any, where: str) -> list[str]:
     if isinstance(before, dict) and isinstance(now, dict):
         keys = sorted(set(before) | set(now))
         return [line for key in keys for line in differences(before.get(key), now.get(key), f"{where}.{key}")]
-    return [] if before == now else [f"{where} was {json.dumps(before):.80}, is {json.dumps(now):.80}"]
+    return [] if before == now else [f"{where} was {_as_json(before)}, is {_as_json(now)}"]
+
+
+def _as_json(value: Any) -> str:
+    """Return a value as JSON of at most 80 characters; one that is cut ends in dots."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def shorten(lines: Sequence[str]) -> str:

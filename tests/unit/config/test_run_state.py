@@ -106,3 +106,8 @@ def test_differences_of_nested_dicts_are_named() -> None:
         "x.a.c was 2, is null",
         "x.a.d was null, is [2]",
     ]
+
+
+def test_a_long_value_that_is_cut_ends_in_dots() -> None:
+    (line,) = differences({"start": {"tokens": "1" * 100}}, {"start": None}, "x")
+    assert line == f"""x.start was {{"tokens": "{"1" * 65}..., is null"""

@@ -217,6 +217,11 @@ def test_a_text_that_cannot_be_taught_is_refused_before_the_model_is_loaded(
     assert not list((written / "none").glob("*.json"))
 
 
+def test_a_file_where_the_folder_of_logits_belongs_is_named(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(written, "model/config.json")) == 2
+    assert "model/config.json is a file; give another place" in capsys.readouterr().err
+
+
 def test_a_resumed_run_refuses_logits_of_other_weights_or_of_another_dtype(
     written: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
