@@ -140,7 +140,7 @@ def measure(wrapped: Any, tasks: LoadedTasks, settings: TaskSettings | None = No
     try:
         # Tasks run one after another, since two may have the same prompts.
         for name, task in tasks.by_name.items():
-            with _without_commit():
+            with _without_environment():
                 output = simple_evaluate(
                     wrapped,
                     tasks=[task],
@@ -159,19 +159,22 @@ def measure(wrapped: Any, tasks: LoadedTasks, settings: TaskSettings | None = No
 
 
 @contextlib.contextmanager
-def _without_commit() -> Iterator[None]:
-    """Keep the harness from asking git for the commit of the working folder, which we do not record.
+def _without_environment() -> Iterator[None]:
+    """Keep the harness from asking git for commits, and pip and other programs for versions: we record neither.
 
-    Outside of a repository git prints an error each time.
+    It would ask after every task. Outside of a repository git prints an error each time.
     """
     from lm_eval import evaluator
 
     find_commit = evaluator.get_git_commit_hash
+    add_environment = evaluator.add_env_info
     evaluator.get_git_commit_hash = lambda: None
+    evaluator.add_env_info = lambda results: None
     try:
         yield
     finally:
         evaluator.get_git_commit_hash = find_commit
+        evaluator.add_env_info = add_environment
 
 
 def _add_scores(scores: TaskScores, name: str, task: Any, output: dict[str, Any], answers: list[Answer]) -> None:

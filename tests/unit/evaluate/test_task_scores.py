@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from torch.utils import collect_env
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparseforge_ds.cli.main import main
@@ -344,13 +345,14 @@ def test_answers_that_a_filter_cannot_parse_are_not_the_same(stories: str, tmp_p
     assert metrics["same_as_dense"] == pytest.approx(same / len(OPENINGS))
 
 
-def test_git_says_nothing_outside_of_a_checkout(
+def test_the_harness_asks_no_program_for_versions_and_git_says_nothing_outside_of_a_checkout(
     stories: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("lm_eval")
     (tmp_path / "piqa.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     write_task(tmp_path, "piqa", tmp_path / "piqa.jsonl")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(collect_env, "get_pretty_env_info", lambda: pytest.fail("it asks"))
     assert main(["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "piqa"]) == 0
     assert "git repository" not in capfd.readouterr().err
 
