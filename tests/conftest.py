@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import subprocess
@@ -18,6 +17,7 @@ import numpy
 import pytest
 import torch
 
+from sparseforge_ds.cli.imports import large_imports
 from tests import forked_interpreter
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,15 +69,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
-def pytest_collection_finish() -> None:
-    """Exclude the objects of imports and tests from garbage collection; they stay to the end."""
-    gc.collect()
-    gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Extensions count what is not freed at the end, and complain of it."""
-    gc.unfreeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Exclude the objects of imports and tests from garbage collection, then and later; they stay to the end."""
+    with large_imports():
+        return (yield)
 
 
 @pytest.fixture(autouse=True, scope="module")

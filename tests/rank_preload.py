@@ -5,38 +5,40 @@ engines exist in the forked ranks only.
 """
 
 import functools
-import gc
 import logging
 import os
 import types
 import warnings
 
-import cpuinfo
-import datasets  # noqa: F401
-import deepspeed
-import deepspeed.module_inject.auto_ep_layer  # which every engine imports
-import deepspeed.runtime.bf16_optimizer
-import deepspeed.runtime.superoffload.superoffload_stage3
-import deepspeed.runtime.zero.muon.muon_optimizer  # imports torch.compile's backend: seconds
-import deepspeed.runtime.zero.stage3
-import deepspeed.runtime.zero.stage_1_and_2
-import pytest  # noqa: F401
-import scipy.io  # noqa: F401  (which every builder of datasets imports)
-import torch
-import torch.utils.tensorboard
-import transformers
-from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from deepspeed.utils import logger
-from transformers import (  # noqa: F401
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from sparseforge_ds.cli.imports import large_imports
 
-import sparseforge_ds.train.trainer  # noqa: F401
-import tests.zero.case  # noqa: F401
+with large_imports():  # a collection in a rank need not walk, and thereby copy, what all ranks share
+    import cpuinfo
+    import datasets  # noqa: F401
+    import deepspeed
+    import deepspeed.module_inject.auto_ep_layer  # which every engine imports
+    import deepspeed.runtime.bf16_optimizer
+    import deepspeed.runtime.superoffload.superoffload_stage3
+    import deepspeed.runtime.zero.muon.muon_optimizer  # imports torch.compile's backend: seconds
+    import deepspeed.runtime.zero.stage3
+    import deepspeed.runtime.zero.stage_1_and_2
+    import pytest  # noqa: F401
+    import scipy.io  # noqa: F401  (which every builder of datasets imports)
+    import torch
+    import torch.utils.tensorboard
+    import transformers
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.utils import logger
+    from transformers import (  # noqa: F401
+        GPT2LMHeadModel,
+        LlamaForCausalLM,
+        MistralForCausalLM,
+        Qwen2ForCausalLM,
+        Qwen3ForCausalLM,
+    )
+
+    import sparseforge_ds.train.trainer  # noqa: F401
+    import tests.zero.case  # noqa: F401
 
 torch.set_num_threads(1)
 
@@ -64,5 +66,3 @@ def quiet() -> None:
 
 quiet()
 os.fsync = lambda _: None  # as in tests/conftest.py
-gc.collect()
-gc.freeze()  # a collection in a rank need not walk, and thereby copy, what all ranks share

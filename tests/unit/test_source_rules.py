@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -14,13 +15,17 @@ from sparseforge_ds.transformers_internals import WHERE
 ROOT = Path(__file__).resolve().parents[2]
 _ADVICE = re.compile(r"sparseforge [a-z]+ $")
 """End of the words before the first argument of a command in a message."""
-PACKAGE = {path: ast.parse(path.read_text()) for path in (ROOT / "sparseforge_ds").rglob("*.py")}
-TESTS = {path: ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("*.py")}
 NAMES_OF_OTHERS = {"_config", "_forward_hooks", "_model_generate", "_prepare_inputs", "_save", *WHERE}
 """Private names that others have too: modules of torch, engines of DeepSpeed, models of lm_eval, trainers and models of
 transformers."""
 PATCHES = {"delattr", "getattr", "object", "patch", "setattr"}
 """Functions that take the name of what they read, replace or remove."""
+
+
+@functools.cache
+def trees_of(folder: str) -> dict[Path, ast.Module]:
+    """Return the syntax trees of a folder's files, by path."""
+    return {path: ast.parse(path.read_text()) for path in (ROOT / folder).rglob("*.py")}
 
 
 def _private_names(tree: ast.Module) -> set[str]:
@@ -66,8 +71,8 @@ def _private_names_used(tree: ast.Module, private: set[str]) -> list[str]:
 
 def test_tests_go_through_what_is_public() -> None:
     """Keep private names out of tests: they would hold how something is done, not what holds."""
-    private = set().union(*map(_private_names, PACKAGE.values())) - NAMES_OF_OTHERS
-    used = {path: _private_names_used(tree, private) for path, tree in TESTS.items()}
+    private = set().union(*map(_private_names, trees_of("sparseforge_ds").values())) - NAMES_OF_OTHERS
+    used = {path: _private_names_used(tree, private) for path, tree in trees_of("tests").items()}
     assert {str(path.relative_to(ROOT)): lines for path, lines in used.items() if lines} == {}
 
 
@@ -102,23 +107,23 @@ def _unlike_assignments(tree: ast.Module) -> Iterator[int]:
 
 def test_a_statement_has_one_assignment() -> None:
     """Pairs that belong together look alike, such as two ends or two models; and an exchange needs both at once."""
-    scripts = [
-        path for folder in ("benchmarks", "docs", "examples", "launch") for path in (ROOT / folder).rglob("*.py")
-    ]
-    trees = PACKAGE | TESTS | {path: ast.parse(path.read_text()) for path in scripts}
-    assert [f"{path}:{line}" for path, tree in trees.items() for line in _unlike_assignments(tree)] == []
+    folders = ("sparseforge_ds", "tests", "benchmarks", "docs", "examples", "launch")
+    trees = [item for folder in folders for item in trees_of(folder).items()]
+    assert [f"{path}:{line}" for path, tree in trees for line in _unlike_assignments(tree)] == []
 
 
 def test_a_file_name_is_one_thing() -> None:
     """A command may have the name of what it runs; nothing else shares one."""
-    names = Counter(path.name for path in PACKAGE if path.parent.name != "cli" and path.name != "__init__.py")
+    names = Counter(
+        path.name for path in trees_of("sparseforge_ds") if path.parent.name != "cli" and path.name != "__init__.py"
+    )
     assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_a_command_that_is_advised_works_for_a_path_with_spaces() -> None:
     """A message quotes the path, or has a name for words that were quoted before."""
     unquoted = []
-    for path, tree in PACKAGE.items():
+    for path, tree in trees_of("sparseforge_ds").items():
         for node in ast.walk(tree):
             for before, value in pairwise(node.values) if isinstance(node, ast.JoinedStr) else ():
                 is_argument = isinstance(before, ast.Constant) and _ADVICE.search(before.value)
