@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import stat
 import subprocess
@@ -254,7 +255,7 @@ def test_an_ablation_is_the_recipe_with_another_block(which, bash, tmp_path):
     assert code == 0 and len(commands) == 2
     made, train = commands
     assert made[:2] == ["python", "launch/with_block.py"] and made[3] == f"{tmp_path}/run.json"
-    subprocess.run([sys.executable, *made[1:]], cwd=ROOT, check=True)
+    assert with_block(*made[2:]) == (0, "")
     content = json.loads((tmp_path / "run.json").read_text())
     base = json.loads((ROOT / made[2]).read_text())
     assert {**content, "sparseforge": None} == {**base, "sparseforge": None}
@@ -265,6 +266,18 @@ def test_an_ablation_is_the_recipe_with_another_block(which, bash, tmp_path):
     assert arguments.teacher == ("meta-llama/Llama-2-13b-hf" if which == "teacher_13b" else None)
     head = (LAUNCH / "llama2_ablations.sh").read_text()
     assert f"    {which}) block=" in head and bash("launch/llama2_ablations.sh")[0] == 2
+
+
+def with_block(*words: str) -> tuple[int, str]:
+    """Run the script in this process; its exit code, and what it says of an error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr(sys, "argv", ["launch/with_block.py", *words])
+        try:
+            runpy.run_path("launch/with_block.py", run_name="__main__")
+        except SystemExit as stop:
+            return 1, str(stop.code)
+    return 0, ""
 
 
 @pytest.mark.parametrize("recipe", ["gpt2.sh small", "llama2_ablations.sh full"])
@@ -296,15 +309,11 @@ def test_the_hostfile_of_an_ablation_is_that_of_where_it_is_called(bash, tmp_pat
     assert code == 0, errors
 
 
-def with_block(*words: str) -> tuple[int, str]:
-    command = [sys.executable, "launch/with_block.py", *words]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return process.returncode, process.stderr
-
-
 def test_a_wrong_key_is_found_before_a_recipe_starts(tmp_path):
-    code, errors = with_block("ds_configs/zero3.json", str(tmp_path / "x.json"), '{"k": 1}')
-    assert code == 1 and errors.startswith("error: ") and not (tmp_path / "x.json").exists()
+    """In a process of its own, as recipes start it."""
+    command = [sys.executable, "launch/with_block.py", "ds_configs/zero3.json", str(tmp_path / "x.json"), '{"k": 1}']
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 1 and process.stderr.startswith("error: ") and not (tmp_path / "x.json").exists()
 
 
 def test_a_block_is_put_into_any_json_that_the_launcher_takes(bash, tmp_path):

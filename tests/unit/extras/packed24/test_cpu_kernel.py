@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -140,16 +141,22 @@ def test_every_code_is_its_value(path: str, dtype: torch.dtype, grid: str) -> No
         assert torch.equal(products[1].float(), expected[::5])
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:3])
-def test_many_rows_are_right_by_several_tiles_and_threads(path: str, dtype: torch.dtype) -> None:
-    """Multiply by tiles of 64 or 256 outputs of 14336 inputs; up to 24 or 73 rows of x go without one."""
+@functools.cache
+def many_rows(dtype: torch.dtype) -> tuple[Tensor, list[tuple[Tensor | None, ...]], list[tuple[Tensor, Tensor]]]:
+    """Return x, three forms of weights, and their products in fp64 with bounds, which all paths share."""
     torch.manual_seed(0)
     values, positions = packed(300, 14336, dtype)
     x = torch.randn(75, 14336).to(dtype)
     bias = torch.randn(300).to(dtype)
     codes = (rounded(300, 14336, "int8"), rounded(300, 14336, "int4", 64))
     weights = [(values, positions, bias), *((values, offsets, bias, scale) for values, offsets, scale in codes)]
-    references = [exact(x, *operands) for operands in weights]
+    return x, weights, [exact(x, *operands) for operands in weights]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+def test_many_rows_are_right_by_several_tiles_and_threads(path: str, dtype: torch.dtype) -> None:
+    """Multiply by tiles of 64 or 256 outputs of 14336 inputs; up to 24 or 73 rows of x go without one."""
+    x, weights, references = many_rows(dtype)
     threads = torch.get_num_threads()
     try:
         for count in (1, 2):
