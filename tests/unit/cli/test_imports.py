@@ -20,6 +20,7 @@ def test_what_is_imported_is_no_garbage_to_look_at(monkeypatch: pytest.MonkeyPat
 
 def test_nothing_new_leaves_garbage_what_it_is() -> None:
     """Collect garbage where nothing was imported: a process of many commands would keep it."""
+    importlib.import_module("sparseforge_ds.cli.main")
     frozen = gc.get_freeze_count()
     with large_imports():
         importlib.import_module("sparseforge_ds.cli.main")
