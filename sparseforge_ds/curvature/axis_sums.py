@@ -53,7 +53,10 @@ class AxisSums:
 
     def factors(self, device: torch.device) -> AxisSums:
         """Return the fp32 factors of the curvature of every matrix, see `shares`, in the place of its sums."""
-        return self.holding(shares(self.values, self.extents).to(device))
+        other = copy.copy(self)
+        # Only the factors move: `matrix_sums` finds them by numbers of the host.
+        other.values = shares(self.values, self.extents).to(device)
+        return other
 
     def matrix_sums(self, matrix: int) -> tuple[Tensor, Tensor]:
         """Return views of the (R,) row and (C,) column sums of a matrix, by its row in the table of `Matrices`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-ALLOWED = {"attach": 1, "start": 10, "first": 0, "ordinary": 0, "update": 2, "probed update": 3, "projection": 2}
+ALLOWED = {"attach": 2, "start": 10, "first": 0, "ordinary": 0, "update": 2, "probed update": 3, "projection": 2}
 """Values that the host may wait for, by moment of a run. `start` chooses a first mask; `update` moves masks or reports
 on them; a probed one also asks whether its passes were finite; `first` and `ordinary` are steps that do neither."""
 OFFLOADED = {**ALLOWED, "attach": 3, "start": 20, "update": 4, "probed update": 5}
