@@ -73,11 +73,14 @@ def why_unhookable(module: Module) -> str | None:
 def expert_tokens(modules: dict[str, Module], hook: ExpertHook, gradients: bool = True) -> Iterator[None]:
     """Call the hook twice in every backward through one of the modules while active.
 
-    Without `gradients` it is called in every forward instead.
+    Without `gradients` it is called in every forward instead. Without modules nothing changes.
 
     Raises:
         ValueError: another hook of this kind is active in one of the modules.
     """
+    if not modules:
+        yield
+        return
     if busy_modules := [name for name, module in modules.items() if module in _listeners]:
         raise ValueError(
             f"{busy_modules[0]}: another forge measures in this model; end it by its close() before you make a new one"

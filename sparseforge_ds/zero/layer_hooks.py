@@ -179,8 +179,12 @@ def _forward_hooks(
 ) -> Iterator[None]:
     """Call hook(name, input, output) after every forward while active, in eager mode; its result replaces the output.
 
-    With `first` it is called before the hooks that the modules have, such as DeepSpeed's.
+    With `first` it is called before the hooks that the modules have, such as DeepSpeed's. Without modules nothing
+    changes.
     """
+    if not modules:
+        yield
+        return
     handles = [
         module.register_forward_hook(
             lambda _module, args, kwargs, output, name=name: hook(name, (*args, *kwargs.values())[0], output),

@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparseforge_ds.mask.kernels import fusing
 from sparseforge_ds.mask.kernels.fisher import add_fisher_sums
+from sparseforge_ds.zero.expert_hooks import expert_tokens
 from sparseforge_ds.zero.layer_hooks import token_gradients, uncompiled
 from tests.distributed import ROOT
 
@@ -43,6 +44,11 @@ def test_flex_attention_stays_compiled(flex: list[str]) -> None:
         assert stance() == "force_eager"
     assert flex == ["default", "default"] and stance() == "default"
     assert ALL_ATTENTION_FUNCTIONS["flex_attention"] is stored
+
+
+def test_hooks_on_no_module_leave_compiled_code_as_it_is() -> None:
+    with token_gradients({}, lambda *_: None), expert_tokens({}, lambda *_: None):
+        assert stance() == "default"
 
 
 def test_blocks_in_eager_mode_may_end_in_any_order(flex: list[str]) -> None:

@@ -89,8 +89,7 @@ def measure_moments(
         for name in stream.gains:
             stack.enter_context(model.get_submodule(name).register_forward_hook(partial(sums.on_norm, name)))
         stack.enter_context(token_gradients(sums.modules, sums.on_layer))
-        if sums.fused:
-            stack.enter_context(expert_tokens(sums.fused, sums.on_experts))
+        stack.enter_context(expert_tokens(sums.fused, sums.on_experts))
         for batch_BS in tqdm(batches, unit=" passes", disable=None):
             logits_TV = model(input_ids=batch_BS.to(model.device), use_cache=False).logits.flatten(0, 1).float()
             label_T = torch.multinomial(logits_TV.detach().softmax(-1), 1, generator=generator)[:, 0]
