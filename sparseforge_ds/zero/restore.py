@@ -7,7 +7,7 @@ have read everything. DeepSpeed's own `load_checkpoint`, which unpickles and kno
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +22,8 @@ from sparseforge_ds.ranks import all_or_raise
 from sparseforge_ds.zero.shard import ShardLayout
 from sparseforge_ds.zero.state import ShardState
 
+_INNER = "_schedulers"
+"""Entry of a scheduler's state that holds the states of the schedulers that it is made of."""
 _KINDS = ("betas", "eps", "momentum", "alpha", "rho", "lambd", "etas")
 """Hyperparameters by which kinds of optimizers differ."""
 Masks = Literal["none", "moving", "frozen"]
@@ -179,15 +181,12 @@ class _Reader:
                 f"engine, this engine has {'none' if scheduler is None else type(scheduler).__name__}; use the "
                 "settings of the saved run"
             )
-        # A copy tries to load, so that nothing has changed where the saved one is of another kind.
-        try:
-            if saved_scheduler is not None:
-                copy.copy(scheduler).load_state_dict(dict(saved_scheduler))
-        except (LookupError, TypeError, AttributeError) as error:
+        # Schedulers of torch take entries of another kind in silence, or stop halfway through their own.
+        if saved_scheduler is not None and (missing := _missing_entries(scheduler.state_dict(), saved_scheduler)):
             raise ValueError(
-                f"{self.folder}: {type(scheduler).__name__} does not find its entries in the lr scheduler of the saved "
-                f"run ({error}); use the settings of the saved run"
-            ) from None
+                f"{self.folder}: the saved lr scheduler has no {', '.join(sorted(missing))}, which "
+                f"{type(scheduler).__name__} needs; use the scheduler of the saved run"
+            )
 
     def _check_masks(self) -> None:
         """Check that prunable weights have all states of ours while masks move, and bits alone once they are frozen."""
@@ -308,3 +307,14 @@ def _like(saved: Any, present: Any) -> Any:
     if isinstance(present, Tensor):
         return torch.full_like(present, number)
     return number if isinstance(present, (int, float)) and not isinstance(present, bool) else present
+
+
+def _missing_entries(state: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
+    """Return the entries of a scheduler's state that a saved state lacks, with those of schedulers inside of it.
+
+    Private entries do not count: they differ between releases of torch.
+    """
+    missing = {key for key in state if key == _INNER or not key.startswith("_")} - saved.keys()
+    for inner, saved_inner in zip(state.get(_INNER, ()), saved.get(_INNER, ()), strict=False):
+        missing |= _missing_entries(inner, saved_inner)
+    return missing

@@ -50,12 +50,17 @@ def refusals(folder: str) -> dict[str, str]:
     result["frozen"] = said(lambda: frozen.save_checkpoint(folder, exclude_frozen_parameters=True))
     assert not Path(folder).exists(), "something was written"
     # A load by another kind of scheduler changes nothing.
-    engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(engine.basic_optimizer, 5)
+    kinds = torch.optim.lr_scheduler
+    steps = kinds.StepLR(engine.basic_optimizer, 5)
+    engine.lr_scheduler = kinds.SequentialLR(engine.basic_optimizer, [steps, kinds.StepLR(steps.optimizer, 7)], [4])
     engine.save_checkpoint(folder)
-    engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.basic_optimizer, lambda step: 0.5)
+    half = kinds.LambdaLR(engine.basic_optimizer, lambda step: 0.5)
+    steps = kinds.StepLR(engine.basic_optimizer, 3)
     master = forge.sharded.layout.flats[0].data.fill_(7.0)
-    result["other scheduler"] = said(lambda: engine.load_checkpoint(folder))
-    assert (master == 7).all()
+    for scheduler in (half, steps, kinds.SequentialLR(engine.basic_optimizer, [steps, half], [4])):
+        engine.lr_scheduler = scheduler
+        result[f"other {type(scheduler).__name__}"] = said(lambda: engine.load_checkpoint(folder))
+        assert (master == 7).all() and steps.step_size == 3
     elastic = build_engine(replace(CASE, zero={"elastic_checkpoint": True}))
     result["elastic"] = said(lambda: sf.SparseForge(elastic, CASE.sparseforge))
     less = replace(CASE, stage=0, config={"exclude": ["*.k_proj.weight"]}).sparseforge
@@ -72,7 +77,9 @@ def test_state_that_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None
             "function": "client_state['decay'] could not be read again (Can't pickle",
             "folder": "File name too long",
             "scheduler": "the scheduler's state_dict could not be read again (it has a numpy._core.multiarray.scalar",
-            "other scheduler": "LambdaLR does not find its entries in the lr scheduler of the saved run ('lr_lambdas')",
+            "other LambdaLR": "the saved lr scheduler has no base_lrs, lr_lambdas, which LambdaLR needs; use the sched",
+            "other StepLR": "the saved lr scheduler has no base_lrs, gamma, step_size, which StepLR needs",
+            "other SequentialLR": "the saved lr scheduler has no lr_lambdas, which SequentialLR needs",
             "frozen": "exclude_frozen_parameters leaves out weights",
             "elastic": "zero_optimization.elastic_checkpoint: it saves states without the numbers",
             "groups": "k_proj.weight is not prunable by this config, and its param group says otherwise",
