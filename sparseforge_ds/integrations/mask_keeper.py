@@ -58,18 +58,24 @@ def find_zeros(model: nn.Module, pattern: str | None = None, names: str | Sequen
                 f"{next(iter(rows), 'none')}"
             )
     chosen = {name: row for name, row in rows.items() if globs is None or matches(name, globs)}
-    # Zeros alone are a fresh layer, like the second matrix of an adapter, or a pruned one: the user must say which.
-    if globs is None and (empty := [name for name in chosen if not bool((parameters[name] != 0).any())]):
-        _LOG.warning("%s has zeros alone, and is not kept; to keep it, name all weights to keep by names=", empty[0])
-        chosen = {name: row for name, row in chosen.items() if name not in empty}
+    # All zeros: a fresh layer, such as an adapter's second matrix, or a fully pruned one. The user must say which.
+    empty_names = [name for name in chosen if not bool((parameters[name] != 0).any())]
+    if globs is None and empty_names:
+        others = f" and {len(empty_names) - 1} more" if len(empty_names) > 1 else ""
+        _LOG.warning(
+            "%s%s: zeros alone, and not kept; to keep them, name all weights to keep by names=", empty_names[0], others
+        )
+        chosen = {name: row for name, row in chosen.items() if name not in empty_names}
+    # Zeros alone are in every pattern, so the other weights choose it.
+    deciding_names = chosen.keys() - empty_names or chosen.keys()
 
-    # Take the first pattern that some weight is in.
+    # Take the first pattern that one of them is in.
     share: dict[str, float] = {}
     for text in _TRIED if pattern is None else (pattern,):
         parsed = require_removing(parse_pattern(text))
         share = {name: _share_in_pattern(parameters[name], parsed, row) for name, row in chosen.items()}
         sparse_names = [name for name in chosen if share[name] == 1]
-        if not sparse_names:
+        if deciding_names.isdisjoint(sparse_names):
             continue
         # Dense weights have nearly no group in a pattern, so that a weight with most of them was damaged.
         least = -1.0 if globs is not None else 0.5

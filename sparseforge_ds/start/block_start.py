@@ -79,6 +79,8 @@ class BlockStart:
         self.blocks = decoder_blocks(model, list(weights.prunable.values()))
         self.dtype: torch.dtype = weights.layout.compute_dtype
         """The dtype that the engine's forward computes in."""
+        self._epochs = settings.epochs
+        """Epochs of a probe that names none."""
         self._inputs: BlockInputs | None = None
         """What the blocks are called with, from `read` to `run`."""
 
@@ -138,8 +140,8 @@ class BlockStart:
         layout = self.weights.layout
         modules = [layout.engine.module.get_submodule(block.name) for block in self.blocks]
         inputs = BlockInputs(modules, self.dtype)
-        if self.settings.epochs:
-            self.settings = replace(self.settings, epochs=getattr(batches, "epochs", self.settings.epochs))
+        if self._epochs:
+            self.settings = replace(self.settings, epochs=getattr(batches, "epochs", self._epochs))
         tokens = 0
         batches_to_read = 0
         with inputs.recording(layout.engine.module):

@@ -261,7 +261,9 @@ def refused() -> dict[str, str]:
             return super().passes(batch) * (1 + batch * dist.get_rank())  # on one rank alone
 
     messages["function"] = message_of(lambda: forge.start(Text(engine).passes(0)[0]))
-    messages["uneven"] = message_of(lambda: forge.start(Uneven(engine)))
+    uneven = Uneven(engine)
+    object.__setattr__(uneven, "epochs", 1)
+    messages["uneven"] = message_of(lambda: forge.start(uneven))
     # A probe that is mended is taken, as if it had been the first.
     engines = [(engine, forge), build(CASE)]
     for engine, forge in engines:

@@ -167,8 +167,17 @@ def test_a_matrix_of_zeros_alone_is_kept_if_it_is_named(caplog: pytest.LogCaptur
     model.get_parameter(name).data.zero_()
     optimizer = SGD(model.parameters(), lr=0.1)
     assert name not in keep_mask(model, optimizer).pruned
-    assert f"{name} has zeros alone, and is not kept; to keep it, name all weights to keep by names=" in caplog.text
+    assert f"{name}: zeros alone, and not kept; to keep them, name all weights to keep by names=" in caplog.text
     assert bool(keep_mask(model, optimizer, names="*_proj.weight").pruned[name].all())
+    assert bool(keep_mask(model, optimizer, names=name).pruned[name].all())
+    # It chooses no pattern for the others.
+    model = sparse_model(tiny_llama(), pattern="4:8")
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight.data.zero_()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    assert str(keep_mask(model, optimizer, names="*_proj.weight")).startswith("4:8 kept in 14 weights")
+    keep_mask(model, optimizer)
+    assert "model.layers.0.mlp.up_proj.weight and 1 more: zeros alone" in caplog.text
 
 
 def test_the_matrices_of_an_adapter_are_none_of_the_model() -> None:
