@@ -30,7 +30,7 @@ from sparseforge_ds.export.workers import each
 
 NO_LIMIT = 1 << 62
 """Bytes of a file that is never divided."""
-_CLOCK_SKEW = 60.0
+_CLOCK_SKEW = 3600.0
 """Seconds by which the clocks of a file server and of this machine may differ."""
 
 
@@ -84,10 +84,17 @@ def _temporary_folders(out: Path) -> dict[Path, int]:
 
 
 def _is_written_by(process: int, temporary: Path) -> bool:
-    """Return False if either is gone, or the process began after the folder's last change: its id is a reused one."""
+    """Return True if the process that began this folder may still write it.
+
+    A process that started after the folder's last change has a reused id.
+    """
+    if not psutil.pid_exists(process):
+        return False
     try:
         return psutil.Process(process).create_time() < temporary.stat().st_mtime + _CLOCK_SKEW
-    except (psutil.NoSuchProcess, FileNotFoundError):
+    except psutil.NoSuchProcess:  # it has just ended, or is hidden from other users
+        return True
+    except FileNotFoundError:
         return False
 
 
