@@ -161,7 +161,7 @@ class ShardedWeights:
         # A scheduler keeps the highest rate: torch's in the groups, DeepSpeed's in a list of its own.
         scheduler = getattr(self.engine, "lr_scheduler", None)
         groups = [group for group in self.layout.inner.param_groups if group.get("use_muon", True)]
-        rates = [group.get("initial_lr", group["lr"]) for group in groups]
+        rates = [max(group.get("max_lr", 0.0), group.get("initial_lr", group["lr"])) for group in groups]
         rates += getattr(scheduler, "max_lrs", getattr(scheduler, "org_lrs", []))
         learning_rate = float(max(rates))
         distance = learning_rate * self.config.max_steps

@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Exclude the objects of imports and tests from garbage collection, then and later; they stay to the end."""
+    """Keep the objects of imports and tests out of garbage collection, while they are made and later."""
     with large_imports():
         return (yield)
 

@@ -86,7 +86,7 @@ def take_inventory(folder: Path) -> Inventory:
 
 
 def describe_all(folders: Iterable[Path], describe: Callable[[Path], SavedCheckpoint]) -> list[SavedCheckpoint]:
-    """Describe checkpoints by a function, without those that a run removes in the meantime."""
+    """Describe each folder with `describe`; skip checkpoints that a run removes meanwhile."""
     entries = []
     for folder in folders:
         try:
@@ -94,6 +94,7 @@ def describe_all(folders: Iterable[Path], describe: Callable[[Path], SavedCheckp
         except FileNotFoundError:
             if folder.is_dir():
                 raise
+            continue
         if folder.is_dir():
             entries.append(entry)
     return entries

@@ -114,7 +114,7 @@ def task_settings(args: argparse.Namespace) -> TaskSettings:
 
 
 def check_flags_of_answers(args: argparse.Namespace, tasks: Any, tokenizers: list[Any], configs: list[Any]) -> None:
-    """Reject flags that no task reads, or that do not suit the model or the dense model, before one is loaded."""
+    """Reject flags that no task reads or that a model cannot use, before any model is loaded."""
     from sparseforge_ds.evaluate.perplexity import max_positions
     from sparseforge_ds.evaluate.task_scores import check_task_settings, require_generation
 

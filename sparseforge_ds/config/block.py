@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -292,7 +293,8 @@ class SparseForgeConfig:
         content = parse_json_file(configuration_file(path), str(path))
         if not isinstance(content, dict) or not isinstance(content.get("sparseforge"), dict):
             raise ValueError(f'{path}: no "sparseforge" block; add "sparseforge": {{}} for the defaults')
-        if autos := keys_of_autos({key: value for key, value in content.items() if key != "sparseforge"}):
+        autos = keys_of_autos({key: value for key, value in content.items() if key != "sparseforge"})
+        if autos and os.environ.get("RANK", "0") == "0":
             _LOG.warning(
                 '%s: "auto" in %s; the launcher, Trainer and accelerate fill it in, deepspeed.initialize does not: '
                 "write numbers for a loop of your own",

@@ -45,7 +45,7 @@ def parse_json(text: str, name: str) -> Any:
 
 
 def keys_of_autos(content: Any, where: str = "") -> list[str]:
-    """Return the dotted keys of all values that are "auto", in what stands at `where`."""
+    """Return the dotted keys of all values that are "auto"; `where` is the key of `content` itself."""
     if isinstance(content, dict):
         return [
             path for key, value in content.items() for path in keys_of_autos(value, f"{where}.{key}" if where else key)

@@ -160,7 +160,7 @@ def measure(wrapped: Any, tasks: LoadedTasks, settings: TaskSettings | None = No
 
 @contextlib.contextmanager
 def _without_environment() -> Iterator[None]:
-    """Keep the harness from asking git for commits, and pip and other programs for versions: we record neither.
+    """Keep the harness from asking git, pip and other programs for versions, which we do not record.
 
     It would ask after every task. Outside of a repository git prints an error each time.
     """

@@ -153,16 +153,18 @@ def _grid(folder: Path, config: dict[str, Any]) -> Grid | None:
 
 
 def open_dense_files(
-    folder: Path, config: dict[str, Any], *, permuted: bool = True
+    folder: Path, config: dict[str, Any], *, allow_permuted: bool = True
 ) -> tuple[TensorFolder, dict[str, TensorSpec], list[str]]:
-    """Open the tensors of a dense model, and divide their specs as `divide` does by its config.json.
+    """Open the tensors of a dense model, and divide them by its config.json.
+
+    Returns:
+        The tensors, the specs of those that transformers loads, and the names of the others.
 
     Raises:
-        ValueError: the model is sparse or, unless that is allowed, permuted already; it has an adapter, or a weight
-            that is no float.
+        ValueError: the folder is sparse, permuted (unless that is allowed) or has an adapter, or a weight is no float.
     """
     states = {"sparsity.json": "is sparse", ADAPTER_CONFIG: "has an adapter"}
-    for file, state in (states if permuted else states | {PERMUTATION: "is permuted"}).items():
+    for file, state in (states if allow_permuted else states | {PERMUTATION: "is permuted"}).items():
         if (folder / file).exists():
             raise ValueError(f"{folder}: {state} already ({file}); start from the dense model that it was made of")
     tensors = TensorFolder(folder)

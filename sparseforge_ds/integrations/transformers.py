@@ -253,7 +253,7 @@ class SparseForgeMixin(SavingMixin):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the trainer's samples; remember the micro-batches of the step for probes of the curvature."""
-        # A checkpoint of the last step within an epoch: transformers would make one more, and look afterwards.
+        # After a resume at the last step within an epoch, transformers would make a step before it checks max_steps.
         if self.state.global_step >= self.state.max_steps:
             return [], None
         samples = super().get_batch_samples(*args, **kwargs)

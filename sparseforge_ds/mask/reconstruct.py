@@ -60,7 +60,7 @@ def reconstruct(weight_OI: Tensor, gram_II: Tensor, n: int, m: int, damping: flo
 def _factor(gram_II: Tensor, damping: float) -> Tensor:
     """Return the upper Cholesky factor U of H^-1 = U^T U in fp64: row j / U_jj spreads column j's error.
 
-    Some input is not always 0.
+    At least one input must be nonzero somewhere.
     """
     hessian_II = gram_II.to(torch.float64, copy=True)
     diagonal = hessian_II.diagonal()

@@ -65,13 +65,13 @@ class MaskMethod:
     def measure_start(self, probe: Closure | ProbeBatches | None) -> None:
         """Measure what `start` needs. Collective.
 
-        Weights and masks stay as they are; only a curvature by elements may leave them changed after an error.
+        Weights and masks stay as they are. Only an estimate of elements may leave weights displaced after an error.
         """
         if self._block_start is not None:
             self._block_start.read(probe)
 
     def start(self) -> None:
-        """Choose the masks that the first step of a fresh run sees, from what `measure_start` has measured. Collective.
+        """Choose the masks of the first step from what `measure_start` has measured. Collective.
 
         A block-wise start trains the blocks, too.
         """

@@ -18,10 +18,10 @@ from sparseforge_ds.model.rules import fits_row, model_type_of
 
 _SYNCED = "syncs_expert_gradients"
 """Attribute of a block whose experts get their gradients together."""
-_NEVER_CALLED = ("JetMoeMoA",)
-"""Classes of modules called `experts` whose parts alone are called, by all ranks alike.
+_CALLED_BY_PARTS = ("JetMoeMoA",)
+"""Classes of modules named `experts` that are never called themselves; all ranks call their parts alike.
 
-As a leaf they would be gathered when they are called, and gradients of their parts would never be reduced.
+ZeRO-3 would never reduce the gradients of these parts if such a module were a leaf.
 """
 
 
@@ -51,7 +51,7 @@ def _expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if any(fits_row(name, glob) for glob in globs) and type(module).__name__ not in _NEVER_CALLED
+        if any(fits_row(name, glob) for glob in globs) and type(module).__name__ not in _CALLED_BY_PARTS
     }
 
 

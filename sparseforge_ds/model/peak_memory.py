@@ -39,9 +39,10 @@ class PeakMemoryCounter(TorchDispatchMode):
         return result
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operation; on the meta device, copy the shape of its result for equal arguments if there was one.
+        """Call an operation, or return an empty tensor of the known shape if equal arguments came before.
 
-        There torch derives most shapes in Python, layer by layer: more than half of the time of a trace.
+        The latter on the meta device alone. torch derives most shapes there in Python, layer by layer, which takes more
+        than half of a trace.
         """
         leaves = [*_leaves(args), *_leaves(kwargs)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -83,7 +84,10 @@ class PeakMemoryCounter(TorchDispatchMode):
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield what is in arguments, with the lengths of sequences and the names of keywords."""
+    """Yield the values in nested arguments.
+
+    Lengths of sequences and names of keywords are among them, so that unlike calls differ.
+    """
     if isinstance(value, (list, tuple)):
         yield len(value)
         for item in value:

@@ -35,8 +35,8 @@ class DenseModel:
         """
         self.folder = Path(folder)
         self.stored_config = read_config_json(self.folder)
-        self.config = load_config(self.folder, str(folder))
         self.tensors, self.specs, self.unused = open_dense_files(self.folder, self.stored_config)
+        self.config = load_config(self.folder, str(folder))
         try:
             with no_init_weights(), init_empty_weights(include_buffers=False):
                 self.module = build_model(self.config, dtype=torch.float32)

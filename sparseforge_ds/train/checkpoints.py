@@ -244,7 +244,7 @@ class Checkpoints:
         return _by_size(names)
 
     def _commit(self, tag: str, manifest: Manifest) -> None:
-        """Write the manifest, by which all names in the folder are on the disk, and give the folder its final name."""
+        """Write the manifest, which also syncs the folder's names to disk, and give the folder its final name."""
         write_json(manifest.folder / MANIFEST, manifest.record())
         os.replace(manifest.folder, self.folder / tag)
         sync(self.folder)

@@ -69,7 +69,7 @@ def refuse_unsupported(engine: DeepSpeedEngine) -> None:
             # From stage 1 on, ZeRO keeps masters in fp32.
             not engine.zero_optimization_stage()
             and not (engine.fp16_enabled() or engine.bfloat16_enabled())
-            and any(parameter.dtype == torch.float16 for parameter in engine.module.parameters()),
+            and any(p.dtype == torch.float16 and p.requires_grad for p in engine.module.parameters()),
             'weights in float16 at ZeRO stage 0, and no "bf16" section in the JSON: squares of gradients and the '
             'epsilon of Adam would be 0 there; add "bf16": {"enabled": true}, or load the model in float32',
         ),

@@ -256,12 +256,12 @@ class ShardLayout(ABC):
         return self.sum_shards(full)
 
     def write_master(self, name: str, full: Tensor) -> None:
-        """Set the master of a weight, of which every rank has all elements, in any shape."""
+        """Write a weight's master from its full value, which every rank has, in any shape."""
         shard = self.shards[name]
         self.master(shard).copy_(full.reshape(-1)[shard.start : shard.stop])
 
     def as_forward_dtype(self, name: str, full: Tensor) -> Tensor:
-        """Return what the forward sees of values of the master of a weight, in fp32."""
+        """Round values of a weight's master as the forward sees them, and return them in fp32."""
         return full.to(self.flats[self.shards[name].flat].dtype).to(self.low_precision[name].dtype).float()
 
     def _low_precision_of(self, shard: Shard) -> Tensor:
@@ -282,7 +282,7 @@ class ShardLayout(ABC):
         }
 
     def load_optimizer(self, states: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
-        """Replace the state of the inner optimizer in place, where its `load_state_dict` would cast it.
+        """Replace the inner optimizer's state in place: its `load_state_dict` would cast our tensors.
 
         Args:
             states: state of each flat, with tensors laid out like it; an empty dict for none.

@@ -294,8 +294,8 @@ class ShardState:
         """Replace the whole state of the inner optimizer, ours included.
 
         Args:
-            states: state of each master partition, with tensors laid out like it; an empty dict for none. Ours are
-                taken out of it.
+            states: state of each master partition, with tensors laid out like it; an empty dict for none. Tensors
+                of ours are removed from these dicts.
             settings: new values of each param group's hyperparameters.
             is_frozen: True if `kept` is all that is left of masks.
             has_begun: False before the first step, for which W waits outside of the optimizer.
@@ -312,7 +312,7 @@ class ShardState:
 
     @staticmethod
     def _refuse_load(optimizer: Optimizer, _state_dict: dict[str, Any]) -> None:
-        """Raise ValueError where it is not `load` that loads: weights, steps and phase would stay those of before."""
+        """Refuse any load but `load`: weights, step and phase would stay as before. Raises ValueError."""
         raise ValueError(
             f"{type(optimizer).__name__}.load_state_dict loads a part of a run with masks, without its weights and its "
             "step; use engine.load_checkpoint or forge.restore"

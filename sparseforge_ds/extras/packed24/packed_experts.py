@@ -106,7 +106,7 @@ def _packed_class(kind: type[Packed24Experts], dense_class: type[nn.Module]) -> 
 
 
 def _empty(kind: type[Packed24Experts], dense_class: type[nn.Module]) -> nn.Module:
-    """Return a module of a packed class, which has no attributes yet."""
+    """Return an instance without attributes, for pickle to fill."""
     packed_class = _packed_class(kind, dense_class)
     return packed_class.__new__(packed_class)
 

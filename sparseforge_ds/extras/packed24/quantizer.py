@@ -141,12 +141,12 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         """Reject a `device_map` with parts on disk, where transformers cannot write all packed weights."""
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError(
-                f"{PACKED24}: device_map leaves {list(device_map.values()).count('disk')} parts of the model on disk, "
-                'where packed weights cannot be; give them to "cpu", or allow more memory by max_memory'
+                f"{PACKED24}: device_map puts {list(device_map.values()).count('disk')} of the model's modules on "
+                'disk, where transformers cannot store packed weights; map them to "cpu", or raise max_memory'
             )
 
     def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
-        """Return the bytes of a weight's element once it is loaded, though the layer is still dense.
+        """Return the bytes per element that a weight will take once it is loaded; the layer is still dense here.
 
         transformers adds them up for `device_map="auto"`, and for the memory that it reserves on a GPU before it loads.
         """

@@ -64,7 +64,7 @@ class ModelBytes:
     pruned: int
     """Elements that 2:4 and few bits apply to."""
     pruned_read: float
-    """Elements of these that one step reads; fewer than all where tokens choose experts, or a part of it sees."""
+    """Elements of these that one step reads: fewer where tokens choose experts, or a vision tower is pruned too."""
     other: int
     """Elements that stay dense in 16 bits: embeddings, head, norms, routers."""
     other_read: float
@@ -120,7 +120,7 @@ def model_bytes(config: PretrainedConfig, batch: int, context: int, unknown: boo
     text = config.get_text_config()
     block = SparseForgeConfig()
     weights = prunable_weights(model, any_family(model, block) if unknown else block)
-    # A step runs the language model and its head, and no model that sees.
+    # A decode step runs the language model and its head, not a vision tower.
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     modules = [model.get_decoder(), *([] if head is None else [head])]
     in_step = {id(parameter) for module in modules for parameter in module.parameters()}

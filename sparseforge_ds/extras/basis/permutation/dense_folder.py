@@ -33,10 +33,10 @@ class DenseFolder:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         stored_config = read_config_json(self.folder)
-        self.tensors, self.specs, self.unused = open_dense_files(self.folder, stored_config, permuted=False)
-        """Specs of the model's tensors, and names of tensors that transformers does not load; those are not copied."""
         self.model_type = str(stored_config.get("model_type"))
         check_family(self.model_type)
+        self.tensors, self.specs, self.unused = open_dense_files(self.folder, stored_config, allow_permuted=False)
+        """Specs of the model's tensors, and names of tensors that transformers does not load; those are not copied."""
         self.config = load_config(self.folder, str(folder)).get_text_config()
 
     @property

@@ -71,7 +71,7 @@ def find_by_activations(
 
 
 def _mean(square_EI: Tensor, count_E: Tensor) -> Tensor:
-    """Divide the sums of squares of (E, I) inputs by the numbers of tokens: (I,) where E is 1."""
+    """Return mean squares per input, (E, I), or (I,) where E is 1; experts without a token get their layer's mean."""
     layer_I = square_EI.sum(0) / count_E.sum()
     mean_EI = torch.where(count_E[:, None] > 0, square_EI / count_E[:, None].clamp(min=1), layer_I)
     return mean_EI if len(mean_EI) > 1 else mean_EI[0]

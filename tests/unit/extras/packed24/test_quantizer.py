@@ -233,9 +233,9 @@ def test_packed_bytes_decide_how_much_of_a_model_fits(folders: FOLDERS, name: st
     resident = sum(tensor.nbytes for tensor in (*packed.parameters(), *packed.buffers()))
     fits = load(folders[name][1], device_map="auto", max_memory={"cpu": int(1.05 * resident)})
     assert {tensor.device.type for tensor in fits.parameters()} == {"cpu"}
-    with pytest.raises(ValueError, match='on disk, where packed weights cannot be; give them to "cpu", or allow more'):
+    with pytest.raises(ValueError, match='on disk, where transformers cannot store packed weights; map them to "cpu"'):
         load(folders[name][1], device_map="auto", max_memory={"cpu": int(0.5 * resident)})
-    with pytest.raises(ValueError, match="device_map leaves 1 parts of the model on disk"):
+    with pytest.raises(ValueError, match="device_map puts 1 of the model's modules on disk"):
         load(folders[name][1], device_map={"": "disk"})
 
 
