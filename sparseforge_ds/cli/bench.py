@@ -123,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
         import torch
 
         from sparseforge_ds.evaluate.perplexity import max_positions
+        from sparseforge_ds.extras.packed24.compared_models import load_pair, not_packed, quantized, rounded
         from sparseforge_ds.extras.packed24.graph_speed import (
             SHAPES,
             Length,
@@ -133,17 +134,7 @@ def run(args: argparse.Namespace) -> int:
             require_groups,
             table_of_generations,
         )
-        from sparseforge_ds.extras.packed24.speed import (
-            Workload,
-            draw,
-            load_pair,
-            measure,
-            not_packed,
-            quantized,
-            report,
-            rounded,
-            table,
-        )
+        from sparseforge_ds.extras.packed24.speed import Workload, draw, measure, report, table
         from sparseforge_ds.model.registration import load_config
         from sparseforge_ds.model.stored_config import is_packed_config
         from sparseforge_ds.packed_format.packed_values import parse_grid

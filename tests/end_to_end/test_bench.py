@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPTJConfig, LlamaForC
 from sparseforge_ds.cli import bench
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export.formats import export
-from sparseforge_ds.extras.packed24 import graph_speed, speed
+from sparseforge_ds.extras.packed24 import compared_models, graph_speed, speed
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
 from sparseforge_ds.extras.packed24.speed import PAPER
 from sparseforge_ds.packed_format.packed_values import Grid
@@ -158,7 +158,7 @@ def test_all_of_both_models_is_in_aligned_memory_before_it_is_measured(tmp_path:
     """A mapped file has neither; positions are read as often as values."""
     dense = write_dense(tmp_path / "dense", "llama-odd")
     packed = write_sparse(tmp_path / "packed", dense, "llama-odd", format="packed24")
-    for model in speed.load_pair(str(packed), str(dense), "auto"):
+    for model in compared_models.load_pair(str(packed), str(dense), "auto"):
         tensors = [*model.named_parameters(), *model.named_buffers()]
         assert [name for name, tensor in tensors if tensor.data_ptr() % 64] == []
 
@@ -195,11 +195,11 @@ def test_values_that_are_rounded_for_the_measurement(family: str, tmp_path: Path
     measured = json.loads((tmp_path / "out" / "bench.json").read_text())
     assert list(measured["models"]) == ["dense", "packed", "packed int8", "packed int4:16"]
     assert all(set(row["over_dense"]) == set(measured["models"]) - {"dense"} for row in measured["speeds"])
-    model, _ = speed.load_pair(str(packed), None)
+    model, _ = compared_models.load_pair(str(packed), None)
     for name, grid in (("int8", Grid("int8")), ("int4:16", Grid("int4", 16))):
         exported = write_sparse(tmp_path / name, dense, family, format="packed24", grid=grid)
-        expected, _ = speed.load_pair(str(exported), None)
-        rounded = speed.rounded(model, grid)
+        expected, _ = compared_models.load_pair(str(exported), None)
+        rounded = compared_models.rounded(model, grid)
         state = rounded.state_dict()
         assert state.keys() == expected.state_dict().keys()
         assert all(torch.equal(state[key], value) for key, value in expected.state_dict().items())
@@ -208,9 +208,9 @@ def test_values_that_are_rounded_for_the_measurement(family: str, tmp_path: Path
             assert torch.equal(rounded(ids).logits, expected(ids).logits)
         assert measured["models"][f"packed {name}"]["resident_bytes"] == speed.resident(expected)
         with pytest.raises(ValueError, match="its values are rounded; leave --values out"):
-            speed.rounded(rounded, grid)
+            compared_models.rounded(rounded, grid)
     with pytest.raises(ValueError, match="groups of 48 values do not divide the 16 kept inputs of a row"):
-        speed.rounded(model, Grid("int4", 48))
+        compared_models.rounded(model, Grid("int4", 48))
 
 
 def test_a_rival_without_torchao_is_refused(
@@ -262,7 +262,7 @@ def test_a_packed_model_in_the_place_of_the_dense_one_is_said_to_be_unpacked(
 def test_what_a_config_shows_is_said_before_a_model_is_loaded_or_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(speed, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(compared_models, "load_model", lambda *_: pytest.fail("a model was loaded"))
     monkeypatch.setattr(graph_speed, "random_pair", lambda *_: pytest.fail("models were made"))
     dense = write_dense(tmp_path / "dense", "llama")
     packed = write_sparse(tmp_path / "packed", dense, "llama", format="packed24")
@@ -293,7 +293,7 @@ def test_a_model_that_graphs_cannot_hold_is_refused_before_it_is_loaded(
     dense = write_dense(tmp_path / "dense", "llama")
     packed = write_sparse(tmp_path / "packed", dense, "llama", format="packed24")
     graph_speed.require_compilable(str(packed))
-    monkeypatch.setattr(speed, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(compared_models, "load_model", lambda *_: pytest.fail("a model was loaded"))
     monkeypatch.setattr(LlamaForCausalLM, "_can_compile_fullgraph", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # or the engine itself would be refused
     assert main(["bench", str(packed), "--against", str(dense), "--workload", "8x8"]) == 2

@@ -25,7 +25,7 @@ from sparseforge_ds.config import arguments, block_sections
 from sparseforge_ds.evaluate import paper_accuracies, perplexity
 from sparseforge_ds.export import formats, source
 from sparseforge_ds.extras.basis.permutation import channels
-from sparseforge_ds.extras.packed24 import graph_speed, speed
+from sparseforge_ds.extras.packed24 import compared_models, graph_speed, speed
 from sparseforge_ds.packed_format import packed_values
 from tests.distributed import PATIENCE
 
@@ -69,7 +69,7 @@ def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str
         ("bench", "--dtype"): ("auto", *source.DTYPES),
         ("bench", "--shapes"): graph_speed.SHAPES,
         ("bench", "--engine"): speed.ENGINES,
-        ("bench", "--rivals"): speed.RIVALS,
+        ("bench", "--rivals"): compared_models.RIVALS,
         ("permute", "--dimensions"): channels.PARTS,
         ("prune", "--mask"): get_args(block_sections.BlockStartMask),
     }
