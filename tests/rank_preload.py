@@ -5,6 +5,7 @@ engines exist in the forked ranks only.
 """
 
 import functools
+import importlib
 import logging
 import os
 import types
@@ -14,7 +15,6 @@ from sparseforge_ds.cli.imports import large_imports
 
 with large_imports():  # a collection in a rank need not walk, and thereby copy, what all ranks share
     import cpuinfo
-    import datasets  # noqa: F401
     import deepspeed
     import deepspeed.module_inject.auto_ep_layer  # which every engine imports
     import deepspeed.runtime.bf16_optimizer
@@ -22,23 +22,22 @@ with large_imports():  # a collection in a rank need not walk, and thereby copy,
     import deepspeed.runtime.zero.muon.muon_optimizer  # imports torch.compile's backend: seconds
     import deepspeed.runtime.zero.stage3
     import deepspeed.runtime.zero.stage_1_and_2
-    import pytest  # noqa: F401
-    import scipy.io  # noqa: F401  (which every builder of datasets imports)
     import torch
     import torch.utils.tensorboard
     import transformers
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
     from deepspeed.utils import logger
-    from transformers import (  # noqa: F401
-        GPT2LMHeadModel,
-        LlamaForCausalLM,
-        MistralForCausalLM,
-        Qwen2ForCausalLM,
-        Qwen3ForCausalLM,
-    )
 
-    import sparseforge_ds.train.trainer  # noqa: F401
-    import tests.zero.case  # noqa: F401
+    # Modules that ranks import by themselves.
+    for name in (
+        "datasets",
+        "pytest",
+        "scipy.io",  # which every builder of datasets imports
+        *(f"transformers.models.{kind}.modeling_{kind}" for kind in ("gpt2", "llama", "mistral", "qwen2", "qwen3")),
+        "sparseforge_ds.train.trainer",
+        "tests.zero.case",
+    ):
+        importlib.import_module(name)
 
 torch.set_num_threads(1)
 
