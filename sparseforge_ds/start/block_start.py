@@ -82,7 +82,7 @@ class BlockStart:
         self._epochs = settings.epochs
         """Epochs of a probe that names none."""
         self._inputs: BlockInputs | None = None
-        """What the blocks are called with, from `read` to `run`."""
+        """Recorded inputs of the blocks, from `read` to `run`."""
 
     def require_probe(self, probe: Closure | ProbeBatches | None) -> None:
         """Raise ValueError if there is no text, or only one micro-batch to train every block on."""

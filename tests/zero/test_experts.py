@@ -357,6 +357,6 @@ def train_experts_of_attention() -> dict[int, tuple[list[float], int]]:
 
 
 def test_experts_whose_parts_alone_are_called_are_trained_at_every_stage() -> None:
-    """As a leaf of ZeRO-3 they would keep their gradients to themselves."""
+    """Gradients of their parts would never be reduced if they were a leaf of ZeRO-3."""
     results = run_distributed(train_experts_of_attention, 2)[0]
     assert results[3][0] == pytest.approx(results[2][0], abs=1e-5) and not results[3][1]
